@@ -1,0 +1,145 @@
+"""What a framework must be able to do. One subclass, named `Framework`, in one file `on_<name>.py`.
+
+Everything here is called by `loop` (measuring and training) and `ladder` (parity). Arrays that cross this boundary are numpy, in the
+spec's canonical layouts (NCHW, OIHW, (out, in)), float32 unless said otherwise.
+"""
+
+
+class Unsupported(Exception):
+    """This framework, here, can not do what the run asks. The cell ends as `unsupported`; `hint` may say how to get it."""
+
+    def __init__(self, reason, hint=""):
+        Exception.__init__(self, reason)
+        self.reason = reason
+        self.hint = hint
+
+
+class Base(object):
+    """Base class of the adapters.
+
+    Order of the calls: `load_library`, `check`, `setup`, `build`, `load`, then steps. `run` is the parsed run.json, `spec` the network.
+    """
+
+    #: ops of the spec this adapter maps; anything else is Unsupported (checked by `check`)
+    ops = frozenset()
+    #: precisions per device kind
+    precisions = {"cpu": ("fp32",), "gpu": ("fp32",)}
+    #: values of framework.compile that mean something here
+    compile_modes = ("off",)
+    #: values of framework.memory_format that mean something here
+    memory_formats = ("contiguous",)
+    #: most replicas this adapter can drive natively
+    max_replicas = 1
+    #: named differences from the spec that can not be configured away: {op or parameter: words}
+    deviations = {}
+
+    def __init__(self, run):
+        self.run = run
+        self.spec = run["network"]
+        #: set by the loop: also compute the number of correct answers in each step
+        self.with_accuracy = False
+
+    # -- before anything is built -------------------------------------------------------------------------------------
+    def load_library(self):
+        """Import the framework. Timed apart (`import_s`). Thread settings that must precede the import go here."""
+        raise NotImplementedError
+
+    def versions(self):
+        """{"framework": "2.13.0", ...}: the framework's version and those of what it computes with (BLAS, CUDA, cuDNN)."""
+        raise NotImplementedError
+
+    def check(self):
+        """Raise Unsupported when this run can not be done here. Called after the import, before anything is built."""
+        run = self.run
+        name = run["framework"]["name"]
+        for op in self.spec["ops"]:
+            if op["op"] not in self.ops:
+                raise Unsupported("%s has no mapping for op %s (%s)" % (name, op["op"], op["name"]))
+        checks = (
+            ("precision", run["precision"], self.precisions.get(run["device"], ())),
+            ("framework.compile", run["framework"].get("compile", "off"), self.compile_modes),
+            ("framework.memory_format", run["framework"].get("memory_format", "contiguous"), self.memory_formats),
+        )
+        for key, value, allowed in checks:
+            if value not in allowed:
+                raise Unsupported(
+                    "%s can not do %s=%s on %s" % (name, key, value, run["device"]),
+                    "it can do %s" % (", ".join(allowed) or "nothing there"),
+                )
+        if run["replicas"] > self.max_replicas:
+            raise Unsupported("%s drives at most %d replica here, asked for %d" % (name, self.max_replicas, run["replicas"]))
+
+    # -- set up ----------------------------------------------------------------------------------------------------------
+    def setup(self):
+        """Device, threads, precision, seed, determinism; with several ranks, the process group."""
+        raise NotImplementedError
+
+    def build(self):
+        """The network, the loss and the optimiser, from the spec, with the framework's own layers."""
+        raise NotImplementedError
+
+    def load(self, arrays):
+        """Set parameters and states ({name: float32 array}, the spec's names) and forget the optimiser's state."""
+        raise NotImplementedError
+
+    def read(self):
+        """{name: float32 array} of all parameters and states, in the canonical layouts."""
+        raise NotImplementedError
+
+    # -- one batch ---------------------------------------------------------------------------------------------------------
+    def to_device(self, inputs, targets):
+        """The batch on the device(s), in whatever form `step` takes. May be asynchronous."""
+        raise NotImplementedError
+
+    def step(self, batch):
+        """Forward, backward, reduction, update. Returns (loss handle, correct handle or None); does not wait."""
+        raise NotImplementedError
+
+    def gradient(self, batch):
+        """Forward, backward, reduction, no update. Returns (loss handle, None); does not wait."""
+        raise NotImplementedError
+
+    def forward(self, batch):
+        """Inference: the output alone, no loss, evaluation mode, no gradient bookkeeping. Returns (output handle, None)."""
+        raise NotImplementedError
+
+    def sync(self):
+        """Wait until everything queued on every used device is done."""
+        raise NotImplementedError
+
+    def value(self, handle):
+        """A Python float of a loss or correct handle (for an output handle of `forward`: its first element)."""
+        raise NotImplementedError
+
+    def probe(self):
+        """Host read-back of one element of one updated parameter from every device (a float). Cheap once everything is done."""
+        raise NotImplementedError
+
+    def evaluate(self, batch):
+        """(mean loss as float, correct answers as int) of one batch in evaluation mode. Waits."""
+        raise NotImplementedError
+
+    # -- for the ladder -------------------------------------------------------------------------------------------------------
+    def output(self, batch, training):
+        """float32 array of the network's output (logits) for one batch, in training or evaluation mode, without any update."""
+        raise NotImplementedError
+
+    def gradients(self, batch):
+        """{name: float32 array} of the loss's gradient of every parameter (before clipping and weight decay), without any update."""
+        raise NotImplementedError
+
+    # -- facts ------------------------------------------------------------------------------------------------------------------
+    def peak_memory_mb(self):
+        """The framework's own peak of device memory in MB (1e6 bytes), or None when it can not tell."""
+        return None
+
+    def effective(self):
+        """Settings read back from the framework after setup: {"threads": 2, "deterministic": False, ...}."""
+        return {}
+
+    def is_oom(self, error):
+        """True when this exception means that device memory was not enough."""
+        return False
+
+    def close(self):
+        """Leave process groups and the like."""
