@@ -1,7 +1,7 @@
 """result.<rank>.json: what a worker says at its end, schema 1.
 
     schema           1
-    status           ok | unsupported | diverged | device_oom | host_oom | failed
+    status           ok | unsupported | diverged | invalid | device_oom | host_oom | failed
     phase            where it ended (import, build, first_step, iteration, block, train, evaluate, done)
     message, hint    one line each, empty when ok
     error_type       class of the exception, empty when ok
@@ -14,7 +14,8 @@
     wall_s           wall time of the iteration pass by another clock (time.monotonic), sanity for the rows
     parameters_changed  bool (null for tasks gradient and forward)
     peak_memory_mb   the framework's own peak, or null
-    threads          {"cpu_s": CPU seconds of the process over the block pass, "wall_s": …, "busy": threads with > 10 % of the wall time}
+    threads          {"cpu_s": CPU seconds of the process over the block pass, "wall_s": its wall time,
+                     "busy": threads that worked more than 10 % of it}
     epochs           [{"epoch", "loss", "accuracy", "train_s", "test_loss", "test_accuracy"}, …]
     time_to_accuracy_s  training seconds until the target was reached, or null
     samples_seen     samples trained in the train phase

@@ -1,7 +1,7 @@
 """What a framework must be able to do. One subclass, named `Framework`, in one file `on_<name>.py`.
 
-Everything here is called by `loop` (measuring and training) and `ladder` (parity). Arrays that cross this boundary are numpy, in the
-spec's canonical layouts (NCHW, OIHW, (out, in)), float32 unless said otherwise.
+Everything here is called by `loop` (measuring and training) and `ladder` (parity). Arrays that cross this boundary are numpy,
+in the spec's canonical layouts (NCHW, OIHW, (out, in)), float32 unless said otherwise.
 """
 
 
@@ -17,7 +17,8 @@ class Unsupported(Exception):
 class Base(object):
     """Base class of the adapters.
 
-    Order of the calls: `load_library`, `check`, `setup`, `build`, `load`, then steps. `run` is the parsed run.json, `spec` the network.
+    Order of the calls: `load_library`, `check`, `setup`, `build`, `load`, then steps. `run` is the parsed run.json, `spec` the
+    network.
     """
 
     #: ops of the spec this adapter maps; anything else is Unsupported (checked by `check`)
@@ -36,6 +37,10 @@ class Base(object):
     def __init__(self, run):
         self.run = run
         self.spec = run["network"]
+        #: this worker's rank, set by the session
+        self.rank = 0
+        #: the phase the run is in, set by the session
+        self.phase = "import"
         #: set by the loop: also compute the number of correct answers in each step
         self.with_accuracy = False
 
@@ -125,7 +130,7 @@ class Base(object):
         raise NotImplementedError
 
     def gradients(self, batch):
-        """{name: float32 array} of the loss's gradient of every parameter (before clipping and weight decay), without any update."""
+        """{name: float32 array}: the loss's gradient of every parameter (before clipping and weight decay). No update."""
         raise NotImplementedError
 
     # -- facts ------------------------------------------------------------------------------------------------------------------

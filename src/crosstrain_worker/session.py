@@ -1,0 +1,138 @@
+"""The order of events in one worker, and how each possible ending is written down."""
+
+import importlib
+import os
+import platform
+import sys
+import time
+import traceback
+
+import numpy
+
+from crosstrain_worker import ladder, loop, result
+from crosstrain_worker.events import Events
+from crosstrain_worker.frameworks.base import Unsupported
+from crosstrain_worker.record import Recorder
+
+
+class Session(object):
+    """What the phases share: the run, this rank, the files it writes, and the result so far."""
+
+    def __init__(self, run, rank):
+        self.run = run
+        self.rank = rank
+        self.folder = run["folder"]
+        self.events = Events(self.folder, rank)
+        self.recorder = Recorder(os.path.join(self.folder, "samples.%d.bin" % rank))
+        self.result = {
+            "schema": result.SCHEMA,
+            "status": "ok",
+            "phase": "import",
+            "message": "",
+            "hint": "",
+            "error_type": "",
+            "versions": {"python": platform.python_version(), "numpy": numpy.__version__},
+            "effective": {},
+            "phases": {},
+        }
+        self.framework = None
+
+    def enter(self, phase, **fields):
+        """A phase begins: told to the driver, kept for the result, and (for faults on request) to the framework."""
+        self.result["phase"] = phase
+        if self.framework is not None:
+            self.framework.phase = phase
+        self.events.write("phase", name=phase, **fields)
+
+    def timed(self, phase, work):
+        """Run `work()` as a phase of its own and keep its seconds as `<phase>_s`."""
+        self.enter(phase)
+        start = time.perf_counter()
+        value = work()
+        self.result["phases"][phase + "_s"] = time.perf_counter() - start
+        return value
+
+
+def initial_arrays(run):
+    """{name: float32 array} of the spec's parameters and states, cut out of the flat weights file."""
+    network = run["network"]
+    flat = numpy.load(run["weights"], mmap_mode="r")
+    arrays, at = {}, 0
+    for entry in network["parameters"] + network["states"]:
+        size = 1
+        for length in entry["shape"]:
+            size *= length
+        arrays[entry["name"]] = numpy.array(flat[at : at + size]).reshape(entry["shape"])
+        at += size
+    if at != flat.size:
+        raise ValueError("weights file holds %d numbers, the network needs %d" % (flat.size, at))
+    return arrays
+
+
+def start(session):
+    """import and build: afterwards the framework holds the network with the initial weights."""
+    run = session.run
+    module = importlib.import_module("crosstrain_worker.frameworks.on_" + run["framework"]["name"])
+    framework = module.Framework(run)
+    framework.rank = session.rank
+    session.framework = framework
+    session.timed("import", framework.load_library)
+    session.result["versions"].update(framework.versions())
+    session.events.write("versions", **session.result["versions"])
+    framework.check()
+
+    def build():
+        framework.setup()
+        framework.build()
+        framework.load(initial_arrays(run))
+
+    session.timed("build", build)
+    session.result["effective"] = framework.effective()
+    session.events.write("effective", **session.result["effective"])
+
+
+def describe(session, error):
+    """(status, message, hint) of an exception that ended the work."""
+    if isinstance(error, Unsupported):
+        return "unsupported", error.reason, error.hint
+    if isinstance(error, loop.Diverged):
+        return "diverged", str(error), "lower learning_rate, or check the data"
+    if isinstance(error, loop.ClockError):
+        return "invalid", str(error), ""
+    if session.framework is not None and session.framework.is_oom(error):
+        return "device_oom", first_line(error), "lower batch_size"
+    if isinstance(error, MemoryError):
+        return "host_oom", first_line(error) or "out of host memory", "lower batch_size or free memory"
+    return "failed", first_line(error), ""
+
+
+def first_line(error):
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:500] if lines else type(error).__name__
+
+
+def work(run, rank):
+    """Do one rank's whole work. Returns the process's exit code; never raises."""
+    session = Session(run, rank)
+    out = session.result
+    try:
+        start(session)
+        if run["mode"] == "parity":
+            session.enter("ladder")
+            ladder.run(run, session.framework)
+        else:
+            loop.measure_and_train(session, initial_arrays)
+        out["peak_memory_mb"] = session.framework.peak_memory_mb()
+        session.enter("done")
+        session.framework.close()
+    except BaseException as error:  # also SystemExit of a library: a worker always says how it ended
+        out["status"], out["message"], out["hint"] = describe(session, error)
+        out["error_type"] = type(error).__name__
+        traceback.print_exc(file=sys.stderr)
+        if session.framework is not None and out["status"] == "device_oom":
+            out["peak_memory_mb"] = session.framework.peak_memory_mb()
+    session.recorder.close()
+    result.write(session.folder, rank, out)
+    session.events.write("end", status=out["status"], phase=out["phase"])
+    session.events.close()
+    return 0 if out["status"] == "ok" else 1
