@@ -111,7 +111,7 @@ class Measuring(object):
     def iteration_pass(self):
         """One sync per iteration until the steady state is found (or the budget is spent)."""
         settings = self.settings
-        self.session.enter("iteration", total=settings["iterations"], budget_s=settings["max_s"] / 2.0)
+        self.session.enter("iteration", total=settings["iterations"], budget_s=steady.PASS_SHARE * settings["max_s"])
         gc.collect()
         durations, readbacks = [], []
         self.iteration = 0
@@ -152,46 +152,47 @@ class Measuring(object):
             )
 
     def find_start(self):
+        """Where the steady state starts: what was asked for, what was found, or for measure=smoke the last window."""
         settings = self.settings
         if settings["warmup"] is not None:
-            found = {"start": settings["warmup"], "found": True, "reason": "measure.warmup"}
-        elif not settings["steady_required"]:
-            found = {"start": min(len(self.durations) - 1, len(self.durations) // 4), "found": True, "reason": "not required"}
+            found = steady.Steady(settings["warmup"], "measure.warmup")
+        elif settings["steady_required"]:
+            found = steady.find_steady(self.durations, settings["window"])
         else:
-            start, reason = steady.find_steady(self.durations, settings["window"])
-            found = {"start": start, "found": start is not None, "reason": reason}
-        self.session.result["steady"] = found
-        start = found["start"] if found["start"] is not None else len(self.durations) // 2
+            found = steady.Steady(max(0, len(self.durations) - settings["window"]), "the last window, steadiness not required")
+        start = found.start if found.start is not None else len(self.durations) // 2
+        self.session.result["steady"] = {"start": start, "found": found.start is not None, "reason": found.reason}
         self.session.result["phases"]["warmup_s"] = float(self.durations[:start].sum())
         self.step_s = float(numpy.median(self.durations[start:]))
 
     def block_pass(self):
         """Blocks of at least block_s with one sync at each end: what an asynchronous framework really reaches."""
         settings = self.settings
-        size = max(1, int(math.ceil(settings["block_s"] / max(self.step_s, 1e-9))))
-        self.session.enter("block", total=None, budget_s=settings["max_s"] / 2.0, size=size)
+        least_s, most_s = steady.PASS_SHARE * settings["min_s"], steady.PASS_SHARE * settings["max_s"]
+        size, _ = steady.blocks(self.step_s, most_s, settings["block_s"])
+        self.session.enter("block", total=None, budget_s=most_s, size=size)
         readbacks, per_iteration = [], []
         self.framework.probe()
         cpu_before = thread_cpu_seconds()
         begin = clock()
-        inside = 0.0
         while True:
             start, duration, wait, handle = self.timed_block(size)
-            inside += duration
             read = clock()
             loss = self.loss_of(handle)
             self.framework.probe()
             readbacks.append((clock() - read) / duration)
             self.keep(BLOCK, size, start, duration, wait, loss)
             per_iteration.append(duration / size)
-            if self.blocks_suffice(per_iteration, clock() - begin):
+            elapsed = clock() - begin
+            narrow = not settings["interval_required"] or steady.half_width(per_iteration) <= settings["ci_target"]
+            if elapsed >= most_s or (narrow and elapsed >= least_s and len(per_iteration) >= settings["min_blocks"]):
                 break
+            # With a sync each the iterations took longer than in a block, which may have come out too short.
+            size = max(size, steady.blocks(min(per_iteration), most_s, settings["block_s"])[0])
         result = self.session.result
         result["threads"] = busy_threads(cpu_before, thread_cpu_seconds(), clock() - begin)
         result["readback"] = readbacks
-        low, middle, high = steady.median_interval(numpy.array(per_iteration))
-        narrow = (high - low) / 2.0 <= settings["ci_target"] * middle
-        result["ci_missed"] = bool(settings["interval_required"] and not narrow)
+        result["ci_missed"] = not narrow
 
     def timed_block(self, size):
         batches, run_one = self.batches, self.run_one
@@ -204,17 +205,6 @@ class Measuring(object):
             handle, _ = run_one(batch)
         self.framework.sync()
         return start, clock() - start, wait, handle
-
-    def blocks_suffice(self, per_iteration, elapsed):
-        settings = self.settings
-        if elapsed >= settings["max_s"] / 2.0:
-            return True
-        if len(per_iteration) < settings["min_blocks"] or elapsed < settings["min_s"] / 2.0:
-            return False
-        if not settings["interval_required"]:
-            return True
-        low, middle, high = steady.median_interval(numpy.array(per_iteration))
-        return (high - low) / 2.0 <= settings["ci_target"] * middle
 
 
 def thread_cpu_seconds():

@@ -36,6 +36,8 @@ class Session(object):
             "phases": {},
         }
         self.framework = None
+        # Rows carry perf_counter; this turns them into unix time.
+        self.events.write("clock", unix_minus_perf_counter=time.time() - time.perf_counter())
 
     def enter(self, phase, **fields):
         """A phase begins: told to the driver, kept for the result, and (for faults on request) to the framework."""

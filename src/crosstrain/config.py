@@ -1,0 +1,161 @@
+"""The typed configuration: what each key of conf/ may hold. Hydra checks types and enumerations, `runspec` ranges and sense."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
+
+Precision = Enum("Precision", ["fp32", "tf32", "bf16", "fp16"])
+Task = Enum("Task", ["training", "gradient", "forward"])
+Scaling = Enum("Scaling", ["strong", "weak"])
+Effort = Enum("Effort", ["full", "smoke"])
+Compile = Enum("Compile", ["off", "on", "max"])
+MemoryFormat = Enum("MemoryFormat", ["contiguous", "channels_last"])
+Optimizer = Enum("Optimizer", ["sgd"])
+Placement = Enum("Placement", ["device", "host"])
+Fit = Enum("Fit", ["none", "pad", "scale"])
+Fault = Enum(
+    "Fault",
+    "none raise nan hang kill segv exit device_oom host_oom silent stderr truncate grandchild no_sync still unsupported drift",
+)
+FaultPhase = Enum("FaultPhase", ["import", "build", "first_step", "iteration", "block", "train", "evaluate"])
+
+
+@dataclass
+class FrameworkConfig:
+    """One deep-learning framework and how it is asked to work."""
+
+    name: str = MISSING
+    python: str | None = None
+    version: str | None = None
+    compile: Compile = Compile.off
+    memory_format: MemoryFormat = MemoryFormat.contiguous
+    autotune: bool = False
+    deterministic: bool = False
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class FakeFrameworkConfig(FrameworkConfig):
+    """The framework that only pretends (tests): a step time, and a fault on request."""
+
+    step_ms: float = 10.0
+    fault: Fault = Fault.none
+    fault_phase: FaultPhase = FaultPhase.iteration
+    fault_rank: int = 0
+    fault_iteration: int = 0
+
+
+@dataclass
+class DataConfig:
+    """A data set. `_target_` is the function that gives it."""
+
+    _target_: str | None = None
+    name: str = MISSING
+    placement: Placement | None = None
+    fit: Fit = Fit.none
+    samples: int | None = None
+
+
+@dataclass
+class DeviceConfig:
+    name: str = MISSING
+    oversubscribe: bool = False
+
+
+@dataclass
+class ParallelismConfig:
+    name: str = MISSING
+
+
+@dataclass
+class TimeoutsConfig:
+    """Seconds a phase may last before the run ends as `timeout`; `stall_s`: without any finished iteration, in the others."""
+
+    import_s: float = 300.0
+    build_s: float = 600.0
+    first_step_s: float = 900.0
+    stall_s: float = 180.0
+
+
+@dataclass
+class MeasureConfig:
+    """How long and how strictly a run is measured."""
+
+    name: str = MISSING
+    min_s: float = MISSING
+    max_s: float = MISSING
+    window: int = 20
+    min_iterations: int = 40
+    min_blocks: int = 6
+    block_s: float = 0.5
+    steady_required: bool = True
+    interval_required: bool = True
+    ci_target: float = 0.01
+    warmup: int | None = None
+    iterations: int | None = None
+    strict: bool = False
+    timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
+
+
+@dataclass
+class TrackingConfig:
+    name: str = MISSING
+    uri: str | None = None
+    experiment: str | None = None
+
+
+@dataclass
+class LauncherConfig:
+    name: str = MISSING
+
+
+@dataclass
+class TrainConfig:
+    """The root keys and the groups."""
+
+    framework: FrameworkConfig = MISSING
+    network: dict[str, Any] = MISSING
+    data: DataConfig = MISSING
+    device: DeviceConfig = MISSING
+    parallelism: ParallelismConfig = MISSING
+    measure: MeasureConfig = MISSING
+    launcher: LauncherConfig = MISSING
+    tracking: TrackingConfig = MISSING
+    task: Task = Task.training
+    gpus: int | None = None
+    replicas: int | None = None
+    threads: int | None = None
+    batch_size: Any = None
+    scaling: Scaling = Scaling.strong
+    precision: Precision = Precision.fp32
+    epochs: int | None = None
+    optimizer: Optimizer | None = None
+    learning_rate: float | None = None
+    momentum: float | None = None
+    weight_decay: float | None = None
+    seed: int = 1
+    repeat: int = 1
+    target_accuracy: float | None = None
+    timeout_s: float | None = None
+    data_dir: str | None = None
+    skip_finished: bool = False
+    dry_run: bool = False
+    effort: Effort = Effort.full
+    study: str | None = None
+
+
+def register() -> None:
+    """Put the schemas into Hydra's store and the resolvers into OmegaConf. Once per process is enough, twice does no harm."""
+    store = ConfigStore.instance()
+    store.store(name="crosstrain_schema", node=TrainConfig)
+    store.store(group="framework", name="fake_schema", node=FakeFrameworkConfig)
+    # A suffix for folders: two drivers started in the same second must not share one.
+    OmegaConf.register_new_resolver("crosstrain.unique", lambda: secrets.token_hex(3), use_cache=True, replace=True)
+    # 7 -> 007, so that folders of a sweep sort in the order of its runs.
+    OmegaConf.register_new_resolver("crosstrain.number", lambda n: f"{int(n):03d}", replace=True)

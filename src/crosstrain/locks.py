@@ -1,0 +1,117 @@
+"""The locks (environments/<framework>.<accelerator>.txt): which versions of a framework and of what it needs go together."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from crosstrain import paths
+from crosstrain.errors import ConfigError, OutcomeError
+
+_HEADER = re.compile(r"#\s*(python|import|download|disk|keep|note):\s*(.+)")
+_PIN = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.!+_-]+)")
+
+
+@dataclass(frozen=True)
+class Lock:
+    """One lock. `pins` is ((name, version), …), the framework's own package first; empty when there is nothing to install."""
+
+    framework: str
+    accelerator: str
+    headers: Mapping[str, str]
+    pins: tuple[tuple[str, str], ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.framework}.{self.accelerator}"
+
+    @property
+    def python(self) -> str:
+        return self.headers["python"]
+
+    @property
+    def module(self) -> str:
+        """What is imported."""
+        return self.headers.get("import", self.framework)
+
+    @property
+    def distribution(self) -> str:
+        """The name of the framework's own package."""
+        return self.pins[0][0] if self.pins else self.module
+
+    def requirements(self, version: str | None = None) -> list[str]:
+        """What uv is told to install. Another version of the framework frees all other pins but those named by `keep`."""
+        kept = self.headers.get("keep", "").split()
+        (main, pinned), *others = self.pins
+        wanted = version or pinned
+        # A +cpu wheel in a local folder would also satisfy ==, and run a GPU cell without GPU.
+        first = f"{main}=={wanted},!={wanted}+cpu" if self.accelerator == "gpu" else f"{main}=={wanted}"
+        if version is None or version == pinned:
+            return [first, *(f"{name}=={pin}" for name, pin in others)]
+        return [first, *(f"{name}=={pin}" for name, pin in others if name in kept), *(["numpy"] if "numpy" not in kept else [])]
+
+    def gigabytes(self, header: str, cpu_wheel: bool) -> float | None:
+        """The size that a `download` or `disk` header gives, in GB: the last number when the framework comes as a +cpu wheel."""
+        sizes = re.findall(r"([\d.]+) GB", self.headers.get(header, ""))
+        return float(sizes[-1 if cpu_wheel else 0]) if sizes else None
+
+    def key(self, version: str | None = None) -> str:
+        """Name of the environment's folder. Hashed is what makes it: Python, kind of machine and requirements; no comments."""
+        text = "\n".join([self.python, platform.machine(), *self.requirements(version)])
+        return f"{self.framework}-{self.accelerator}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _parse(path: Path) -> Lock:
+    framework, _, accelerator = path.stem.partition(".")
+    headers: dict[str, str] = {}
+    pins: list[tuple[str, str]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        header = _HEADER.fullmatch(line.strip())
+        pin = _PIN.fullmatch(line.strip())
+        if header:
+            headers[header[1]] = header[2].strip()
+        elif pin:
+            pins.append((pin[1], pin[2]))
+        elif line.strip() and not line.startswith("#"):
+            raise ConfigError(f"{path.name} line {number}: {line.strip()!r} is not name==version")
+    if pins and "python" not in headers:
+        raise ConfigError(f"{path.name} has no line '# python: X.Y'")
+    return Lock(framework, accelerator, headers, tuple(pins))
+
+
+def all_locks() -> list[Lock]:
+    """Every lock that has something to install, by name."""
+    return [lock for lock in (_parse(path) for path in sorted(paths.locks_dir().glob("*.*.txt"))) if lock.pins]
+
+
+def find_lock(framework: str, accelerator: str) -> Lock:
+    """The lock of a framework for `cpu` or `gpu`.
+
+    Raises OutcomeError: unsupported when only the other accelerator has one, env_missing when nothing can be installed at all.
+    """
+    path = paths.locks_dir() / f"{framework}.{accelerator}.txt"
+    own = "framework.python=<path of an interpreter that has it> uses your own"
+    if path.is_file():
+        lock = _parse(path)
+        if lock.pins:
+            return lock
+        reason = lock.headers.get("note", "nothing can be installed")
+        raise OutcomeError("env_missing", f"{framework} has no environment for {accelerator}: {reason}", own)
+    others = [lock.accelerator for lock in all_locks() if lock.framework == framework]
+    if others:
+        message = f"{framework} has no environment for {accelerator}, only for {' and '.join(others)}"
+        raise OutcomeError("unsupported", message, own)
+    raise OutcomeError("env_missing", f"{framework} has no lock {path.name}, so there is no environment to make", own)
+
+
+def describe(framework: str, accelerator: str) -> tuple[str, str]:
+    """(module, distribution) to look for in a user's own interpreter, from any lock of the framework."""
+    found = sorted(paths.locks_dir().glob(f"{framework}.*.txt"), key=lambda path: path.stem != f"{framework}.{accelerator}")
+    if not found:
+        return framework, framework
+    lock = _parse(found[0])
+    return lock.module, lock.distribution

@@ -1,0 +1,184 @@
+"""From the run folder's files to numbers and an outcome."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crosstrain import samples, statistics
+from crosstrain.outcomes import HOST_OOM, Outcome, of_failed_rank
+from crosstrain.runspec import RunSpec
+from crosstrain.system_samples import SystemSampler
+from crosstrain.watch import Ended
+from crosstrain_worker.record import ITERATION, TRAIN
+
+STDERR_TAIL = 4000  # characters of the worker's stderr that an outcome carries
+
+
+@dataclass
+class Files:
+    """What the ranks wrote; a broken samples file leaves its whole rows and a line in `broken`."""
+
+    results: list[dict[str, Any] | None]
+    rows: list[np.ndarray]
+    broken: list[str]
+    stderr: list[str]
+
+
+@dataclass
+class Measured:
+    outcome: Outcome
+    metrics: dict[str, float]
+    rows: np.ndarray
+    """merged over the ranks (dtype samples.ROW)"""
+    unix_minus_clock: float
+    epochs: list[dict[str, Any]]
+    facts: dict[str, Any] = field(default_factory=dict)
+    """versions, effective settings, thread use, notes: for the environment artifact"""
+
+
+def read(folder: Path, run: dict[str, Any]) -> Files:
+    """Read all ranks' files; never raises for what a dying worker left behind."""
+    files = Files([], [], [], [])
+    for rank in range(run["world_size"]):
+        try:
+            result = json.loads((folder / f"result.{rank}.json").read_text())
+        except (OSError, ValueError):
+            result = None
+        files.results.append(result)
+        try:
+            files.rows.append(samples.read(folder / f"samples.{rank}.bin"))
+        except samples.SamplesError as error:
+            files.rows.append(error.rows)
+            files.broken.append(str(error))
+        files.stderr.append(tail_of(folder / f"worker.{rank}.err"))
+    return files
+
+
+def tail_of(path: Path, characters: int = STDERR_TAIL) -> str:
+    """The end of a text file, "" when there is none."""
+    try:
+        with open(path, "rb") as source:
+            source.seek(max(0, path.stat().st_size - characters))
+            return source.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def failure(files: Files, ended: Ended, oom_kills: int) -> Outcome | None:
+    """The outcome of a run that has no result, or None when every rank has one and says ok."""
+    if ended.stopped is not None:
+        stopped = ended.stopped
+        return Outcome(stopped.name, stopped.phase, stopped.message, stopped.hint, files.stderr[0])
+    failed = []
+    for rank, result in enumerate(files.results):
+        if result is None or result["status"] != "ok":
+            returncode = ended.returncodes[rank]
+            phase = result["phase"] if result else ended.phase
+            failed.append(of_failed_rank(rank, returncode, result, phase, files.stderr[rank], oom_kills))
+    if failed:
+        # A rank that speaks of its own trouble explains those that were stopped because of it.
+        worst = next((o for o in failed if o.name not in ("crashed", "host_oom")), None) or next(
+            (o for o in failed if "died by" not in o.message and "without a result" not in o.message), failed[0]
+        )
+        if files.broken and worst.name == "crashed":
+            return Outcome("crashed", worst.phase, f"{worst.message}; {files.broken[0]}", worst.hint, worst.stderr)
+        return worst
+    if files.broken:
+        return Outcome("crashed", ended.phase, files.broken[0], "", files.stderr[0])
+    return None
+
+
+def compute(files: Files, ended: Ended, sampler: SystemSampler, spec: RunSpec) -> Measured:
+    """Numbers and outcome of a run whose ranks all ended well."""
+    results = [result for result in files.results if result is not None]
+    first = results[0]
+    merged = samples.merge(files.rows)
+    offset = next((e["unix_minus_perf_counter"] for e in ended.events if e["event"] == "clock"), 0.0)
+    steady_start = first["steady"]["start"]
+    metrics = statistics.summarise(merged.rows, spec.batch_global, steady_start)
+    metrics |= {key: first["phases"][key] for key in ("import_s", "build_s", "first_step_s", "warmup_s") if key in first["phases"]}
+    metrics |= _quality(first, merged.rows)
+    flops = {"training": spec.network.training_flops, "gradient": spec.network.training_flops, "forward": spec.network.forward_flops}
+    metrics |= statistics.achieved(flops[spec.task], metrics["samples_per_s"])
+    peaks = [result["peak_memory_mb"] for result in results if result.get("peak_memory_mb") is not None]
+    if peaks:
+        metrics["peak_memory_mb"] = max(peaks)
+    start, end = window(merged.rows, offset)
+    metrics |= _device(sampler, start, end, spec, metrics)
+    threads = first["threads"]
+    metrics["busy_pct"] = metrics.get("busy_pct", 100 * threads["cpu_s"] / threads["wall_s"] / max(1, spec.threads or 1))
+    outcome = judge(results, files.rows, spec, sampler.contamination(start, end), metrics)
+    facts = {
+        "versions": first["versions"],
+        "effective": first["effective"],
+        "threads": {**threads, "cores_used": threads["cpu_s"] / threads["wall_s"]},
+        "steady": first["steady"],
+        "ci_missed": first["ci_missed"],
+        "notes": [note for note in (merged.note, first.get("deviations") or "") if note],
+    }
+    return Measured(outcome, metrics, merged.rows, offset, first.get("epochs") or [], facts)
+
+
+def window(rows: np.ndarray, offset: float) -> tuple[float, float]:
+    """Unix times of the first and the last moment of measuring (iteration pass to block pass)."""
+    timed = rows[(rows["phase"] >= ITERATION) & (rows["phase"] < TRAIN)]
+    return float(timed["start"].min() + offset), float((timed["start"] + timed["duration"]).max() + offset)
+
+
+def _quality(result: dict[str, Any], rows: np.ndarray) -> dict[str, float]:
+    """accuracy and loss: of the last epoch where epochs were trained, else the loss of the last measured iteration."""
+    metrics: dict[str, float] = {}
+    if result.get("epochs"):
+        last = result["epochs"][-1]
+        metrics["loss"] = last["loss"]
+        if last.get("test_accuracy") is not None:
+            metrics["accuracy"] = last["test_accuracy"]
+        if result.get("time_to_accuracy_s") is not None:
+            metrics["time_to_accuracy_s"] = result["time_to_accuracy_s"]
+    else:
+        losses = rows["loss"][np.isfinite(rows["loss"])]
+        if len(losses):
+            metrics["loss"] = float(losses[-1])
+    return metrics
+
+
+def _device(sampler: SystemSampler, start: float, end: float, spec: RunSpec, metrics: dict[str, float]) -> dict[str, float]:
+    """What the device did meanwhile. device_memory_mb: the rise on the GPU; on the CPU the workers' resident memory at its peak."""
+    found = {
+        "throttled_pct": sampler.throttled_pct(start, end),
+        "device_memory_mb": sampler.device_memory_delta_mb if spec.gpus or spec.device == "gpu" else sampler.peak_memory_mb,
+    }
+    energy = sampler.energy_j(start, end)
+    if energy is not None:
+        found["energy_j_per_sample"] = energy / ((end - start) * metrics["samples_per_s_total"])
+    return {key: value for key, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def judge(
+    results: list[dict[str, Any]], rows: list[np.ndarray], spec: RunSpec, contamination: str | None, metrics: dict[str, float]
+) -> Outcome:
+    """The outcome of a run whose ranks all ended well: can its clock be trusted, did it train, was it steady and undisturbed?"""
+    for result, own in zip(results, rows, strict=True):
+        blocks = own["duration"][own["size"] > 0][own["phase"] == statistics.BLOCK]
+        problem = statistics.clock_sanity(own, result.get("wall_s")) or statistics.readback_sanity(result["readback"], blocks)
+        if problem:
+            return Outcome("invalid", "done", problem)
+    if spec.task == "training" and not all(result["parameters_changed"] for result in results):
+        return Outcome("not_training", "done", "no parameter changed while training was measured")
+    if not all(result["steady"]["found"] for result in results):
+        reason = next(r["steady"]["reason"] for r in results if not r["steady"]["found"])
+        return Outcome("unstable", "done", f"no steady state: {reason}", "measure=thorough looks longer")
+    if contamination:
+        return Outcome("contaminated", "done", contamination, "run it again on a quiet machine")
+    if any(result["ci_missed"] for result in results):
+        return Outcome("ok", "done", "the 95 % interval is wider than ±" + f"{100 * spec.measure['ci_target']:g} %", "measure=thorough")
+    return Outcome("ok", "done")
+
+
+__all__ = ["HOST_OOM", "Files", "Measured", "compute", "failure", "judge", "read", "tail_of", "window"]

@@ -1,0 +1,67 @@
+"""`crosstrain plan` and dry_run=true: what each cell would do, without starting anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from crosstrain import environments, prepare, progress
+from crosstrain.errors import OutcomeError
+from crosstrain.runspec import RunSpec
+
+
+def show(specs: Sequence[RunSpec]) -> None:
+    """Print one row per cell: what it is, the expected outcome, about how long, how much disk; then the sums."""
+    table = Table(title=f"{len(specs)} cell{'s' if len(specs) != 1 else ''}", title_justify="left")
+    for column in ("cell", "batch", "precision", "task", "expected", "time", "new disk"):
+        table.add_column(column, overflow="fold", no_wrap=column == "cell")
+    low_s = high_s = 0.0
+    disk_mb = 0.0
+    missing: set[str] = set()
+    for number, spec in enumerate(specs, 1):
+        expected, low, high = expectation(spec)
+        low_s, high_s = low_s + low, high_s + high
+        new_mb, new_environment = new_disk_mb(spec, missing)
+        disk_mb += new_mb
+        table.add_row(
+            f"{number}. {spec.name}",
+            str(spec.batch_size),
+            spec.precision,
+            spec.task,
+            expected + (f"; makes environment {new_environment}" if new_environment else ""),
+            f"{progress.duration(low)} - {progress.duration(high)}" if high else "-",
+            f"{new_mb:.0f} MB" if new_mb else "-",
+        )
+    progress.console.print(table)
+    progress.say(
+        f"in all {progress.duration(low_s)} to {progress.duration(high_s)} of measuring (epochs and first builds of environments "
+        f"come on top), {disk_mb:.0f} MB of new files; nothing was started"
+    )
+
+
+def expectation(spec: RunSpec) -> tuple[str, float, float]:
+    """(expected outcome with its reason, least and most seconds of measuring)."""
+    try:
+        prepare.choose_place(spec)
+    except OutcomeError as error:
+        return f"{error.outcome}: {error.message}", 0.0, 0.0
+    low, high = float(spec.measure["min_s"]), float(spec.measure["max_s"])
+    return ("ok" + (f", then {spec.epochs} epochs" if spec.epochs else "")), low, high
+
+
+def new_disk_mb(spec: RunSpec, seen: set[str]) -> tuple[float, str]:
+    """(MB of weights and journals this cell adds, name of the environment that must be made first or "")."""
+    weights = f"weights {spec.network.key()} {spec.seed}"
+    megabytes = 0.0 if weights in seen else 4e-6 * spec.network.parameter_count
+    seen.add(weights)
+    try:
+        if spec.framework["python"]:
+            return megabytes, ""
+        key = environments.environment_key(spec.framework["name"], "gpu" if spec.gpus else "cpu", spec.framework["version"])
+    except OutcomeError:
+        return megabytes, ""
+    if key in seen or any(cached.key == key and cached.state == "ready" for cached in environments.list_environments()):
+        return megabytes, ""
+    seen.add(key)
+    return megabytes, key

@@ -1,0 +1,147 @@
+"""What a run needs before it can start: a device, an environment, data, initial weights; and the keys by which runs are compared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from crosstrain import data, devices, environments
+from crosstrain.environments import Environment
+from crosstrain.errors import OutcomeError
+from crosstrain.networks import initial_weights
+from crosstrain.runspec import RunSpec
+
+#: Counts up when a change of ours can change a measured number: results before and after are then different runs.
+MEASURING_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run computes. `kind` is cpu or gpu; `gpus` those it may choose from; `threads` per replica."""
+
+    kind: str
+    gpus: list[devices.Gpu]
+    copies: int
+    threads: int
+    pinned: bool
+
+    @property
+    def device_name(self) -> str:
+        return self.gpus[0].name if self.kind == "gpu" else devices.cpu_name()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that is known before a lease is asked for."""
+
+    place: Place
+    environment: Environment
+    data_set: data.DataSet
+    weights: Path
+
+
+def choose_place(spec: RunSpec) -> Place:
+    """Match what is asked for with this machine. Raises OutcomeError `unsupported` when it is not there."""
+    # device=cpu does not ask NVML: a broken driver must not disturb a CPU run.
+    gpus = [] if spec.device == "cpu" else devices.visible_gpus()
+    kind = spec.device
+    if kind == "auto":
+        kind = "gpu" if spec.gpus or (gpus and not spec.replicas) else "cpu"
+    copies = spec.copies
+    if kind == "gpu" and len(gpus) < copies:
+        asked = f"asked for {copies} GPU{'s' if copies > 1 else ''}; this machine has {len(gpus)}"
+        raise OutcomeError("unsupported", asked, "device=cpu trains on the CPU" if not gpus else "")
+    if spec.batch_size == "max":
+        what = "batch_size=max is for GPUs" if kind == "cpu" else "batch_size=max can not be searched for yet"
+        raise OutcomeError("unsupported", what, "give a number")
+    if spec.parallelism == "horovod":
+        raise OutcomeError("unsupported", "parallelism=horovod is not there yet", "parallelism=native")
+    cpus = len(devices.logical_cpus())
+    threads = spec.threads or max(1, min(devices.physical_cores(), cpus) // copies)
+    too_many = kind == "cpu" and threads * copies > cpus
+    if too_many and not spec.oversubscribe:
+        asked = f"asked for {copies} x {threads} threads" if copies > 1 else f"asked for {threads} threads"
+        raise OutcomeError("unsupported", f"{asked}; this machine has {cpus} logical CPUs", "device.oversubscribe=true runs them anyway")
+    return Place(kind, gpus, copies, threads, pinned=kind == "cpu" and not too_many)
+
+
+def prepare(spec: RunSpec, report: Callable[[str], None]) -> Prepared:
+    """Find or make everything. Raises OutcomeError (unsupported, env_missing, data_missing). `report` gets progress, a line each."""
+    place = choose_place(spec)
+    framework = spec.framework
+    environment = environments.find_or_make(framework["name"], place.kind, framework["python"], framework["version"], report)
+    data_set = data.prepare(spec.data, spec.network.to_json(), spec.seed, spec.data_dir, report, spec.batch_global)
+    if data_set.train.count < spec.batch_global:
+        few = f"batch_size={spec.batch_global}: {data_set.name} has only {data_set.train.count} training samples"
+        raise OutcomeError("unsupported", few, "a smaller batch_size")
+    weights = initial_weights.make(spec.network, spec.seed)
+    return Prepared(place, environment, data_set, weights)
+
+
+def run_json(spec: RunSpec, ready: Prepared, run_id: str, folder: Path, gpus: list[str], cpus: list[int] | None) -> dict[str, Any]:
+    """The worker's run.json (docs/design.md)."""
+    measured = {key: value for key, value in spec.measure.items() if key not in ("strict", "timeouts")}
+    return {
+        "schema": 1,
+        "mode": "train",
+        "run_id": run_id,
+        "folder": str(folder),
+        "framework": {key: value for key, value in spec.framework.items() if key not in ("python", "env")},
+        "network": spec.network.to_json(),
+        "task": spec.task,
+        "precision": spec.precision,
+        "device": ready.place.kind,
+        "gpus": gpus,
+        "cpus": cpus,
+        "threads": ready.place.threads,
+        "replicas": ready.place.copies,
+        "world_size": ready.place.copies,
+        "parallelism": spec.parallelism,
+        "batch_global": spec.batch_global,
+        "batch_per_replica": spec.batch_per_replica,
+        "optimizer": spec.optimizer,
+        "seed": spec.seed,
+        "epochs": spec.epochs,
+        "target_accuracy": spec.target_accuracy,
+        "weights": str(ready.weights),
+        "data": ready.data_set.as_json(),
+        "measure": measured,
+    }
+
+
+def keys(spec: RunSpec, ready: Prepared) -> dict[str, str]:
+    """run_key, cell_key (without repeat) and base_key (the one-device cell that a speed-up refers to), 16 hex digits each."""
+    one = replace(spec, gpus=1 if spec.gpus else None, replicas=None, repeat=0)
+    if spec.scaling == "weak":
+        one = replace(one, batch_size=spec.batch_per_replica)
+    return {
+        "run_key": _key(spec, ready, ready.place.copies),
+        "cell_key": _key(replace(spec, repeat=0), ready, ready.place.copies),
+        "base_key": _key(one, ready, 1),
+    }
+
+
+def _key(spec: RunSpec, ready: Prepared, copies: int) -> str:
+    """A hash of all that can change the result; not of names, folders or the commit."""
+    place = ready.place
+    driver = devices.describe_machine().get("nvidia_driver") if place.kind == "gpu" else None
+    facts = {
+        "measuring": MEASURING_VERSION,
+        "framework": {key: value for key, value in spec.framework.items() if key != "python"},
+        "environment": ready.environment.key,
+        "network": spec.network.key(),
+        "data": [ready.data_set.key, ready.data_set.placement],
+        "device": [place.kind, place.device_name, driver, copies, place.threads, place.pinned],
+        "batch": spec.batch_size,
+        "measure": {key: value for key, value in spec.measure.items() if key not in ("timeouts", "strict")},
+        "optimizer": spec.optimizer,
+        **{key: getattr(spec, key) for key in KEYED},
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+KEYED = "task scaling precision parallelism epochs seed repeat target_accuracy".split()

@@ -1,0 +1,234 @@
+"""What the store gets of a run: params, tags, summary metrics, series and artifacts, by the names of docs/tracking.md."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from crosstrain import devices, measured, parity, samples
+from crosstrain.outcomes import Outcome
+from crosstrain.progress import number
+from crosstrain.tracking import RunRecord, Series
+from crosstrain_worker.record import ITERATION, TRAIN
+
+if TYPE_CHECKING:
+    from crosstrain.run import State
+
+LOG_HEAD, LOG_TAIL = 64_000, 1_000_000  # bytes of a worker's log that become an artifact
+
+
+def params(state: State) -> dict[str, str]:
+    """The same keys for every run; "" where a value is not known (the run never got so far)."""
+    spec, ready = state.spec, state.ready
+    place = ready.place if ready else None
+    framework, optimizer = spec.framework, spec.optimizer
+    numeric = spec.batch_size != "max"
+    values = {
+        "framework": framework["name"],
+        "framework_version": _framework_version(state),
+        "network": spec.network.name,
+        "data": spec.data["name"],
+        "data_placement": ready.data_set.placement if ready else spec.data["placement"] or "",
+        "task": spec.task,
+        "device": place.kind if place else spec.device,
+        "device_name": place.device_name if place else "",
+        "gpus": (place.copies if place.kind == "gpu" else 0) if place else spec.gpus or 0,
+        "replicas": spec.copies,
+        "parallelism": spec.parallelism,
+        "scaling": spec.scaling,
+        "batch_global": spec.batch_global if numeric else "max",
+        "batch_per_replica": spec.batch_per_replica if numeric else "max",
+        "precision": spec.precision,
+        "compile": framework["compile"],
+        "memory_format": framework["memory_format"],
+        "threads": place.threads if place else spec.threads or "",
+        "optimizer": optimizer["name"],
+        "learning_rate": optimizer["learning_rate"],
+        "momentum": optimizer["momentum"],
+        "weight_decay": optimizer["weight_decay"],
+        "epochs": spec.epochs,
+        "seed": spec.seed,
+        "repeat": spec.repeat,
+        "measure": spec.measure["name"],
+        "study": spec.study,
+        "effort": spec.effort,
+        "parameters": spec.network.parameter_count,
+        "model_gflops": number(spec.network.training_flops / 1e9),
+    }
+    return {key: str(value) for key, value in values.items()}
+
+
+def _framework_version(state: State) -> str:
+    """As the worker's framework says it; before that, what was asked for."""
+    if state.measured is not None:
+        return str(state.measured.facts["versions"].get("framework", ""))
+    for line in _lines(state.folder / "events.0.jsonl"):
+        if '"versions"' in line:
+            return str(json.loads(line).get("framework", ""))
+    return state.spec.framework["version"] or ""
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.is_file() else []
+
+
+def tags(state: State) -> dict[str, str]:
+    """Tags known from the start."""
+    return {
+        "kind": "run",
+        "sweep": state.sweep,
+        "study": state.spec.study,
+        "overrides": state.overrides[:5000],
+        "crosstrain_commit": commit(),
+        "crosstrain_run_id": state.run_id,
+        **state.keys,
+    }
+
+
+@cache
+def commit() -> str:
+    """The commit of the checkout crosstrain runs from, with + when it has changes; "" for an installed package."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    try:
+        name = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=5)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return name.stdout.strip() + ("+" if changed.stdout.strip() else "") if name.returncode == 0 else ""
+
+
+def record(state: State, outcome: Outcome, metrics: dict[str, float]) -> RunRecord:
+    """Everything that the store gets of this run. Series only where numbers are published; samples and logs always."""
+    final = {
+        **tags(state),
+        "outcome": outcome.name,
+        "outcome_reason": outcome.reason[:5000],
+        "outcome_phase": outcome.phase,
+        "parity": _parity(state),
+    }
+    if outcome.stderr and not outcome.kind.ok:
+        final["stderr"] = outcome.stderr[-2000:]
+    publishes = state.measured is not None and outcome.kind.numbers
+    return RunRecord(
+        name=state.spec.name,
+        params=params(state),
+        tags=final,
+        metrics={key: value for key, value in metrics.items() if np.isfinite(value)},
+        series=series(state) if publishes else {},
+        status=outcome.kind.status,
+        start_ms=int(1000 * state.start_s),
+        end_ms=int(1000 * state.end_s),
+        artifacts=artifacts(state),
+    )
+
+
+def _parity(state: State) -> str:
+    """What the certificate of this framework and network says; a missing one is said, never hidden."""
+    if state.ready is None:
+        return "not proven"
+    version = _framework_version(state)
+    found = getattr(parity, "find", lambda *a: None)(state.spec.framework["name"], version, state.spec.network.key(), state.ready.place.kind)
+    return found.tag if found is not None else "not proven"
+
+
+def series(state: State) -> dict[str, Series]:
+    """iter/… (the training iterations where epochs were trained, else the iteration pass), epoch/…, system/…."""
+    result = state.measured
+    assert result is not None
+    rows = result.rows[result.rows["phase"] == (TRAIN if result.epochs else ITERATION)]
+    times = (1000 * (rows["start"] + rows["duration"] + result.unix_minus_clock)).astype(np.int64)
+    made = {}
+    batch = state.spec.batch_global
+    for key, values in (
+        ("iter/ms", 1000 * rows["duration"]),
+        ("iter/samples_per_s", batch / rows["duration"]),
+        ("iter/loss", rows["loss"]),
+        ("iter/accuracy", rows["accuracy"]),
+    ):
+        known = np.isfinite(values)
+        if known.any():
+            made[key] = Series(rows["iteration"][known].astype(np.int64), values[known], times[known])
+    made |= _epochs(result)
+    if state.sampler is not None:
+        for key, (at, values) in state.sampler.series().items():
+            made[key] = Series(np.arange(len(at)), np.asarray(values), np.asarray(at, np.int64))
+    return made
+
+
+def _epochs(result: measured.Measured) -> dict[str, Series]:
+    """epoch/loss (training) and epoch/accuracy (test set), step = epoch from 1."""
+    made = {}
+    ends = {}
+    trained = result.rows[result.rows["phase"] == TRAIN]
+    for epoch in result.epochs:
+        own = trained[trained["epoch"] == epoch["epoch"] - 1]
+        ends[epoch["epoch"]] = 1000 * (own["start"][-1] + own["duration"][-1] + result.unix_minus_clock)
+    for key, source in (("epoch/loss", "loss"), ("epoch/accuracy", "test_accuracy"), ("epoch/test_loss", "test_loss")):
+        known = [epoch for epoch in result.epochs if epoch.get(source) is not None]
+        if known:
+            steps = np.array([epoch["epoch"] for epoch in known])
+            made[key] = Series(
+                steps, np.array([epoch[source] for epoch in known]), np.array([ends[s] for s in steps]).astype(np.int64)
+            )
+    return made
+
+
+def artifacts(state: State) -> list[tuple[Path, str]]:
+    """(file, artifact folder): run.json, configuration, raw samples, logs, environment, plot."""
+    folder = state.folder
+    _environment(state)
+    files = [(folder / name, "") for name in ("run.json", "environment.json")]
+    files += [(path, "config") for path in sorted((folder / ".hydra").glob("*.yaml"))]
+    raw = _raw_samples(folder, int(state.run_json.get("world_size", 0)))
+    files += [(path, "") for path in raw]
+    if state.measured is not None and state.measured.outcome.kind.numbers:
+        from crosstrain import plot
+
+        files.append((plot.iterations(state.measured, state.spec, folder / "iterations.png"), ""))
+    logs = [folder / "train.log", *sorted(folder.glob("worker.*.out")), *sorted(folder.glob("worker.*.err"))]
+    logs += sorted(folder.glob("events.*.jsonl")) + sorted(folder.glob("result.*.json"))
+    files += [(_shortened(path), "logs") for path in logs if path.is_file() and path.stat().st_size]
+    return [(path, to) for path, to in files if path.is_file()]
+
+
+def _raw_samples(folder: Path, ranks: int) -> list[Path]:
+    """samples.parquet of all ranks' rows, those of broken files included as far as they are whole."""
+    rows = []
+    for rank in range(ranks):
+        try:
+            rows.append(samples.read(folder / f"samples.{rank}.bin"))
+        except samples.SamplesError as error:
+            rows.append(error.rows)
+    if not any(len(own) for own in rows):
+        return []
+    samples.write_parquet(rows, folder / "samples.parquet")
+    return [folder / "samples.parquet"]
+
+
+def _environment(state: State) -> None:
+    facts: dict[str, Any] = {"machine": devices.describe_machine()}
+    if state.ready is not None:
+        facts["interpreter"] = str(state.ready.environment.python)
+        facts["environment"] = state.ready.environment.key
+    if state.measured is not None:
+        facts |= state.measured.facts
+    (state.folder / "environment.json").write_text(json.dumps(facts, indent=1, default=str) + "\n")
+
+
+def _shortened(path: Path) -> Path:
+    """The file itself, or for a long one a copy of its beginning and its end."""
+    size = path.stat().st_size
+    if size <= LOG_HEAD + LOG_TAIL:
+        return path
+    short = path.with_name(path.name + ".shortened")
+    with open(path, "rb") as source, open(short, "wb") as out:
+        out.write(source.read(LOG_HEAD))
+        out.write(f"\n[… {size - LOG_HEAD - LOG_TAIL} bytes left out …]\n".encode())
+        source.seek(size - LOG_TAIL)
+        out.write(source.read())
+    return short

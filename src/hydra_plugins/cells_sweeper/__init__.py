@@ -1,0 +1,3 @@
+from hydra_plugins.cells_sweeper.cells import CellsSweeper
+
+__all__ = ["CellsSweeper"]

@@ -1,0 +1,69 @@
+"""The sweeper `cells`: Hydra's basic sweeper plus a list of sub-products, because the studies are no full product.
+
+    hydra.sweeper.cells: [{network: fcn_s, batch_size: "64,128"}, {network: alexnet_s, batch_size: "16,32"}]
+
+Each entry is swept like a command line of its own; a key given on the real command line replaces that key in every entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from crosstrain import app
+
+
+@dataclass
+class CellsSweeperConfig:
+    _target_: str = "hydra_plugins.cells_sweeper.cells.CellsSweeper"
+    max_batch_size: int | None = None
+    params: dict[str, str] | None = None
+    cells: list[dict[str, Any]] = field(default_factory=list)
+
+
+ConfigStore.instance().store(group="hydra/sweeper", name="cells", node=CellsSweeperConfig, provider="crosstrain")
+
+
+class CellsSweeper(BasicSweeper):
+    def __init__(
+        self,
+        max_batch_size: int | None = None,
+        params: dict[str, str] | None = None,
+        cells: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        super().__init__(max_batch_size, params)
+        self.cells = cells
+
+    def sweep(self, arguments: list[str]) -> Any:
+        """Compose and check every cell, then start the first. Raises ConfigError or TrackingError before anything exists."""
+        assert self.config is not None and self.launcher is not None and self.hydra_context is not None
+        batch = self.expand(arguments)
+        loader = self.hydra_context.config_loader
+        app.before_first_run([loader.load_sweep_config(self.config, list(overrides)) for overrides in batch])
+        folder = Path(self.config.hydra.sweep.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self.config, folder / "multirun.yaml")
+        results = self.launcher.launch(batch, initial_job_idx=0)
+        for result in results:
+            _ = result.return_value  # raises what a job raised
+        return results
+
+    def expand(self, arguments: list[str]) -> list[list[str]]:
+        """The overrides of every cell, in order, without doubles."""
+        assert self.hydra_context is not None
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        given = parser.parse_overrides(self._parse_config() + arguments)
+        keys = {override.get_key_element().lstrip("+~") for override in given}
+        rows: dict[tuple[str, ...], None] = {}
+        for cell in self.cells or [{}]:
+            own = [f"{key}={value}" for key, value in cell.items() if key not in keys]
+            for row in self.split_arguments(given + parser.parse_overrides(own), None)[0]:
+                rows[tuple(row)] = None
+        return [list(row) for row in rows]

@@ -1,0 +1,413 @@
+"""The PyTorch and MXNet adapters, each in its own interpreter, against the float64 reference: op by op, and the adapter's contract."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crosstrain.networks import Network, Spec
+from crosstrain.networks.attributes import ATTRIBUTES
+from crosstrain.networks.reference import Reference
+from crosstrain.networks.spec import classes, image, itself, tokens, values, vector
+
+HERE = Path(__file__).parent
+FRAMEWORKS = ("torch", "mxnet")
+STEPS = 5
+IMAGE, VECTOR, TOKENS = image(2, 6, 5), vector(4), tokens(5)
+Ops = list[tuple[str, dict[str, Any]]]
+
+# Each entry: the input and the ops between a first layer with parameters and the head (so that input gradients count too).
+CASES: dict[str, tuple[dict[str, Any], Ops]] = {
+    "linear": (VECTOR, [("linear", {"out": 5})]),
+    "linear without bias": (VECTOR, [("linear", {"out": 5, "bias": False})]),
+    "linear over time": (TOKENS, [("linear", {"out": 5})]),
+    "tied_linear": (VECTOR, [("tied_linear", {"tied": "first", "transpose": True})]),
+    "tied_linear to an embedding": (TOKENS, [("tied_linear", {"tied": "first", "transpose": False, "bias": False})]),
+    "conv2d": (IMAGE, [("conv2d", {"out_channels": 4, "kernel": 3, "padding": 1})]),
+    "conv2d, other padding on each axis": (IMAGE, [("conv2d", {"out_channels": 4, "kernel": [5, 3], "padding": [2, 2, 0, 0]})]),
+    "conv2d, one-sided": (IMAGE, [("conv2d", {"out_channels": 2, "kernel": [3, 2], "stride": 2, "padding": [0, 1, 2, 0]})]),
+    "conv2d, 3x3 stride 2 on 32x32": (image(2, 33, 33), [("conv2d", {"out_channels": 3, "kernel": 3, "stride": 2, "padding": 1})]),
+    "conv2d, 3x3 stride 2 on 32x32, one-sided": (
+        image(2, 33, 33),
+        [("conv2d", {"out_channels": 3, "kernel": 3, "stride": 2, "padding": [0, 1, 0, 1]})],
+    ),
+    "conv2d, dilated groups": (
+        IMAGE,
+        [("conv2d", {"out_channels": 6, "kernel": 2, "stride": [1, 2], "dilation": [2, 1], "groups": 3, "bias": False})],
+    ),
+    "max_pool": (IMAGE, [("max_pool", {"kernel": [3, 2], "stride": [2, 1], "padding": [1, 1, 0, 0]})]),
+    "max_pool, one-sided": (IMAGE, [("max_pool", {"kernel": 3, "stride": 2, "padding": [1, 0, 0, 1]})]),
+    "max_pool, padding over half the kernel": (IMAGE, [("max_pool", {"kernel": 3, "stride": 2, "padding": 2})]),
+    "max_pool rounding up": (IMAGE, [("max_pool", {"kernel": 3, "stride": [2, 3], "ceil": True})]),
+    "max_pool rounding up, one-sided": (IMAGE, [("max_pool", {"kernel": 2, "stride": 3, "padding": [0, 1, 1, 0], "ceil": True})]),
+    "max_pool rounding up, last window dropped": (IMAGE, [("max_pool", {"kernel": 2, "stride": 3, "padding": 1, "ceil": True})]),
+    "avg_pool": (IMAGE, [("avg_pool", {"kernel": 3, "stride": 2, "padding": 1})]),
+    "avg_pool, input only": (IMAGE, [("avg_pool", {"kernel": 3, "stride": 2, "padding": 1, "count_include_pad": False})]),
+    "avg_pool, one-sided": (IMAGE, [("avg_pool", {"kernel": 3, "stride": 2, "padding": [1, 0, 0, 1]})]),
+    "avg_pool rounding up": (IMAGE, [("avg_pool", {"kernel": 3, "stride": [2, 3], "padding": 0, "ceil": True})]),
+    "avg_pool rounding up, padded": (IMAGE, [("avg_pool", {"kernel": 3, "stride": 3, "padding": 1, "ceil": True})]),
+    "avg_pool rounding up, input only": (
+        IMAGE,
+        [("avg_pool", {"kernel": 3, "stride": [2, 3], "padding": 1, "ceil": True, "count_include_pad": False})],
+    ),
+    "global_avg_pool": (IMAGE, [("global_avg_pool", {})]),
+    "batch_norm": (IMAGE, [("batch_norm", {"decay": 0.8, "epsilon": 1e-3})]),
+    "batch_norm, biased": (IMAGE, [("batch_norm", {"variance": "biased"})]),
+    "batch_norm of vectors": (VECTOR, [("batch_norm", {})]),
+    "batch_norm of vectors, biased": (VECTOR, [("batch_norm", {"variance": "biased"})]),
+    "layer_norm": (TOKENS, [("layer_norm", {"epsilon": 1e-3})]),
+    "lrn": (IMAGE, [("lrn", {"size": 3, "alpha": 0.8, "beta": 0.75, "k": 1.5})]),
+    "relu": (VECTOR, [("relu", {})]),
+    "relu and another reader": (IMAGE, [("relu", {}), ("add", {"inputs": ["op0", "first"]})]),
+    "relu after add": (IMAGE, [("tanh", {}), ("add", {"inputs": ["op0", "first"]}), ("relu", {})]),
+    "tanh": (VECTOR, [("tanh", {})]),
+    "sigmoid": (VECTOR, [("sigmoid", {}), ("relu", {})]),
+    "softmax": (VECTOR, [("softmax", {})]),
+    "gelu": (VECTOR, [("gelu", {})]),
+    "gelu, tanh": (VECTOR, [("gelu", {"approximate": "tanh"})]),
+    "dropout off": (VECTOR, [("dropout", {"rate": 0.0})]),
+    "add of three": (IMAGE, [("tanh", {}), ("add", {"inputs": ["first", "op0", "first"]})]),
+    "concat": (IMAGE, [("tanh", {}), ("concat", {"inputs": ["op0", "first"]})]),
+    "channel_pad_shortcut": (IMAGE, [("channel_pad_shortcut", {"out_channels": 5, "stride": 2})]),
+    "flatten": (IMAGE, [("flatten", {})]),
+    "embedding": (TOKENS, []),
+    "position_embedding": (TOKENS, [("position_embedding", {})]),
+    "class_token": (TOKENS, [("class_token", {}), ("select_token", {"index": 0})]),
+    "patches_to_tokens": (IMAGE, [("patches_to_tokens", {})]),
+    "select_token": (TOKENS, [("select_token", {"index": -1})]),
+    "select_token in the middle": (TOKENS, [("select_token", {"index": 2})]),
+    "lstm": (TOKENS, [("lstm", {"hidden": 3})]),
+    "two lstms": (TOKENS, [("lstm", {"hidden": 3}), ("lstm", {"hidden": 2})]),
+    "attention": (TOKENS, [("attention", {"heads": 2, "causal": False})]),
+    "causal attention": (TOKENS, [("attention", {"heads": 3, "causal": True})]),
+    "masked_mean": (TOKENS, [("masked_mean", {})]),
+    "squared error": (VECTOR, []),
+    "autoencoder": (VECTOR, [("sigmoid", {}), ("tied_linear", {"tied": "first", "transpose": True})]),
+    "names that Python keeps for itself": (VECTOR, [("tanh", {"name": "forward"}), ("tanh", {"name": "lambda"})]),
+}
+
+#: what an adapter has to refuse, and a word of the reason that names why
+REFUSED: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
+    "torch": {
+        "device": ({"device": "gpu"}, "CUDA"),
+        "precision": ({"precision": "tf32"}, "precision=tf32"),
+        "half precision": ({"precision": "fp16"}, "precision=fp16"),
+        "replicas": ({"replicas": 2}, "replica"),
+    },
+    "mxnet": {
+        "device": ({"device": "gpu"}, "CUDA"),
+        "precision": ({"precision": "bf16"}, "precision=bf16"),
+        "compile": ({"framework": {"compile": "max"}}, "framework.compile=max"),
+        "memory format": ({"framework": {"memory_format": "channels_last"}}, "framework.memory_format=channels_last"),
+        "replicas": ({"replicas": 2}, "replica"),
+    },
+}
+POOL_REFUSED: Ops = [("avg_pool", {"kernel": 3, "stride": 2, "padding": [1, 0, 0, 1], "count_include_pad": False})]
+
+#: the same small network under other legal settings: (changes of the run, what `effective` says then)
+SETTINGS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    "torch": {
+        "plain": ({}, {"threads": 1, "deterministic": False, "memory_format": "contiguous", "compile": "off", "autotune": False}),
+        "threads": ({"threads": 2}, {"threads": 2}),
+        "channels_last": ({"framework": {"memory_format": "channels_last"}}, {"memory_format": "channels_last"}),
+        "deterministic": ({"framework": {"deterministic": True}}, {"deterministic": True}),
+        "autotune on a CPU": ({"framework": {"autotune": True}}, {"autotune": False}),
+        "compile": ({"framework": {"compile": "on"}}, {"compile": "on"}),
+        "bf16": ({"precision": "bf16"}, {"precision": "bf16"}),
+    },
+    "mxnet": {
+        "plain": ({}, {"threads": 1, "deterministic": False, "memory_format": "contiguous", "compile": "off"}),
+        "hybridized": ({"framework": {"compile": "on"}}, {"compile": "on"}),
+        "deterministic": ({"framework": {"deterministic": True}}, {"deterministic": True}),
+    },
+}
+
+
+def net_of(given: dict[str, Any], ops: Ops, target: dict[str, Any] | None = None, loss: str = "softmax_cross_entropy") -> Spec:
+    net = Network("case", given, target or classes(4))
+    if given["kind"] == "image":
+        net.add("conv2d", "first", out_channels=3, kernel=2)
+    elif given["kind"] == "vector":
+        net.add("linear", "first", out=6)
+    else:
+        net.add("embedding", "first", vocabulary=7, width=6)
+    for i, (op, attributes) in enumerate(ops):
+        net.add(op, **{"name": f"op{i}", **attributes})
+    if target is None:
+        if len(net.ops[-1].shape) == 3:
+            net.add("flatten", "flat")
+        net.add("linear", "head", out=4)
+    elif target["kind"] == "values":
+        net.add("linear", "head", out=3)
+    return net.finish(loss=loss)
+
+
+def spec_of(case: str) -> Spec:
+    given, ops = CASES[case]
+    if case == "autoencoder":
+        return net_of(given, ops, itself(), "mean_squared_error")
+    if case == "squared error":
+        return net_of(given, ops, values(3), "mean_squared_error")
+    return net_of(given, ops)
+
+
+def small_net() -> Spec:
+    """A bit of everything that a setting may change: convolution, batch norm, a branch, pooling, linear."""
+    ops: Ops = [
+        ("batch_norm", {}),
+        ("relu", {}),
+        ("conv2d", {"out_channels": 3, "kernel": 3, "padding": 1}),
+        ("add", {"inputs": ["op1", "op2"]}),
+        ("max_pool", {"kernel": 2, "stride": 2}),
+    ]
+    return net_of(IMAGE, ops)
+
+
+def dropout_net() -> Spec:
+    """The output is that of the dropout itself."""
+    net = Network("case", image(1, 30, 30), itself())
+    net.add("conv2d", "first", out_channels=1, kernel=1)
+    net.add("dropout", "drop", rate=0.25)
+    return net.finish(loss="mean_squared_error")
+
+
+def arrays_of(spec: Spec) -> dict[str, np.ndarray[Any, Any]]:
+    random = np.random.RandomState(0)
+    arrays = {v.name: random.normal(0.1, 0.5, v.shape).astype("float32") for v in spec.parameters + spec.states}
+    return {name: np.abs(a) + np.float32(0.5) if name.endswith("running_var") else a for name, a in arrays.items()}
+
+
+def batch_of(spec: Spec, n: int = 6) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
+    random = np.random.RandomState(1)
+    shape = (n, *spec.input["shape"])
+    if spec.input["kind"] == "tokens":
+        inputs = random.randint(1, 7, shape).astype("int32")
+        inputs[0, 3:] = 0
+        inputs[1] = 0
+    else:
+        inputs = random.normal(size=shape).astype("float32")
+    if spec.target["kind"] == "class":
+        return inputs, random.randint(0, spec.target["classes"], (n, *spec.output_shape[:-1]))
+    return inputs, None if spec.target["kind"] == "input" else random.normal(size=(n, *spec.output_shape)).astype("float32")
+
+
+def run_of(name: str, spec: Spec, **changes: Any) -> dict[str, Any]:
+    optimizer = {"name": "sgd", "learning_rate": 0.05, "momentum": 0.9, "weight_decay": 0.01, "clip_norm": 0.5}
+    settings = {"name": name, "version": "", "compile": "off", "memory_format": "contiguous"}
+    settings |= {"autotune": False, "deterministic": False} | changes.pop("framework", {})
+    run = {"network": spec.to_json(), "framework": settings, "optimizer": optimizer, "task": "training", "precision": "fp32"}
+    return {**run, "device": "cpu", "gpus": [], "threads": 1, "replicas": 1, "world_size": 1, "seed": 0, **changes}
+
+
+@pytest.fixture(scope="module")
+def framework_python() -> Any:
+    """The interpreter with this framework."""
+
+    def find(name: str) -> str:
+        path = os.environ.get(f"CROSSTRAIN_TEST_{name.upper()}")
+        return path or pytest.skip(f"set CROSSTRAIN_TEST_{name.upper()} to an interpreter with {name}")
+
+    return find
+
+
+@dataclass
+class Answer:
+    """What one framework said about one case: facts, and the arrays it wrote."""
+
+    facts: dict[str, Any]
+    arrays: dict[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture(scope="module")
+def ask(framework_python: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """ask(framework, [(spec, changes of the run)]) → [Answer], all in one process of that framework's interpreter."""
+
+    def run(framework: str, wanted: list[tuple[Spec, dict[str, Any]]], **environment: str) -> list[Answer]:
+        folder = tmp_path_factory.mktemp(framework)
+        cases = [{"run": run_of(framework, spec, **changes), "steps": STEPS} for spec, changes in wanted]
+        (folder / "cases.json").write_text(json.dumps(cases))
+        for i, (spec, _) in enumerate(wanted):
+            inputs, targets = batch_of(spec)
+            given = {"inputs": inputs} if targets is None else {"inputs": inputs, "targets": targets}
+            np.savez(folder / f"{i}.npz", **given, **{f"w.{name}": a for name, a in arrays_of(spec).items()})
+        script = [str(framework_python(framework)), "-B", str(HERE / "adapter_worker.py")]
+        done = subprocess.run(
+            [*script, str(HERE.parent / "src"), str(folder)],
+            capture_output=True,
+            text=True,
+            timeout=500,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        answers = []
+        for i, facts in enumerate(json.loads((folder / "results.json").read_text())):
+            path = folder / f"{i}.out.npz"
+            answers.append(Answer(facts, dict(np.load(path)) if path.exists() else {}))
+        return answers
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def op_answers(ask: Any) -> Any:
+    """The answers to all CASES, hybridized or not, by framework: asked once."""
+    known: dict[tuple[str, str], dict[str, Answer]] = {}
+
+    def get(framework: str, compiled: str) -> dict[str, Answer]:
+        if (framework, compiled) not in known:
+            wanted = [(spec_of(case), {"framework": {"compile": compiled}}) for case in CASES]
+            known[framework, compiled] = dict(zip(CASES, ask(framework, wanted), strict=True))
+        return known[framework, compiled]
+
+    return get
+
+
+def close(got: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], tolerance: float = 1e-4) -> None:
+    """max|a−b| / max|b| within the tolerance; a gradient that is 0 but for rounding is compared with 1."""
+    assert got.shape == wanted.shape
+    scale = np.abs(wanted).max()
+    assert np.abs(got - wanted).max() <= tolerance * (scale if scale > 1e-6 else 1.0)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("framework", "compiled"), [("torch", "off"), ("mxnet", "off"), ("mxnet", "on")])
+def test_each_op_is_that_of_the_reference(framework: str, compiled: str, case: str, op_answers: Any) -> None:
+    answer = op_answers(framework, compiled)[case]
+    assert "unsupported" not in answer.facts, answer.facts
+    spec, weights = spec_of(case), arrays_of(spec_of(case))
+    inputs, targets = batch_of(spec)
+    optimizer = run_of(framework, spec)["optimizer"]
+    close(answer.arrays["output"], Reference(spec, weights).output(inputs))
+    close(answer.arrays["training_output"], Reference(spec, weights).output(inputs, training=True))
+    reference = Reference(spec, weights, optimizer)
+    for name, gradient in reference.gradients(inputs, targets)[1].items():
+        close(answer.arrays["g." + name], gradient)
+    losses = [reference.step(inputs, targets)]
+    for name, value in reference.parameters.items():
+        close(answer.arrays["one." + name], value)
+    losses += [reference.step(inputs, targets) for _ in range(STEPS - 1)]
+    close(np.array(answer.facts["losses"]), np.array(losses))
+    for name, value in reference.parameters.items():
+        close(answer.arrays["last." + name], value)
+    for name, value in reference.states.items():
+        deviates = name.endswith("running_var") and name.split(".")[0] in answer.facts["deviations"]
+        got = answer.arrays["last." + name]
+        if deviates:
+            # a declared difference must be one
+            assert np.abs(got - value).max() > 1e-3 * np.abs(value).max()
+        else:
+            close(got, value)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("framework", "compiled"), [("torch", "off"), ("mxnet", "on")])
+def test_the_contract_holds(framework: str, compiled: str, case: str, op_answers: Any) -> None:
+    facts = op_answers(framework, compiled)[case].facts
+    spec, weights = spec_of(case), arrays_of(spec_of(case))
+    inputs, targets = batch_of(spec)
+    output = Reference(spec, weights).output(inputs)
+    assert facts["loaded"], "read back is not bit-equal"
+    assert facts["untouched"], "output, gradients, forward or evaluate changed a parameter or state"
+    assert facts["gradient_untouched"], "gradient changed a parameter"
+    assert facts["forward_correct"] is None
+    assert facts["forward"] == pytest.approx(output.flat[0], rel=1e-3, abs=1e-4)
+    loss, correct = facts["evaluated"]
+    assert loss == pytest.approx(Reference(spec, weights).loss(inputs, targets, training=False), rel=1e-4)
+    assert correct == (0 if spec.target["kind"] != "class" else int((output.argmax(-1) == targets).sum()))
+    assert facts["losses"][-1] < facts["losses"][0]
+    assert facts["again"] == facts["losses"], "the trajectory after load is another one"
+    assert facts["same_end"]
+    assert facts["probe"][0] != facts["probe"][1]
+    assert facts["counted"][0] == pytest.approx(facts["losses"][0], rel=1e-6)
+    if spec.target["kind"] == "class":
+        training = Reference(spec, weights).output(inputs, training=True)
+        assert facts["counted"][1] == int((training.argmax(-1) == targets).sum())
+    assert facts["peak"] is None
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_all_ops_of_the_design_are_mapped_and_nothing_else(framework: str, op_answers: Any) -> None:
+    mapped = op_answers(framework, "on" if framework == "mxnet" else "off")["linear"].facts["ops"]
+    assert mapped == sorted(ATTRIBUTES)
+    covered = {op.op for case in CASES for op in spec_of(case).ops}
+    assert set(mapped) == covered
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_what_the_framework_differs_in_is_declared(framework: str, op_answers: Any) -> None:
+    answers = op_answers(framework, "on" if framework == "mxnet" else "off")
+    declared = {case: answer.facts["deviations"] for case, answer in answers.items() if answer.facts["deviations"]}
+    norms = ["batch_norm, biased", "batch_norm of vectors, biased"] if framework == "torch" else ["batch_norm", "batch_norm of vectors"]
+    assert sorted(declared) == sorted([*norms, "lstm", "two lstms"])
+    assert "second bias" in declared["lstm"]["op0"]
+    assert "running variance" in declared[norms[0]]["op0"]
+
+
+@pytest.mark.parametrize(("framework", "what"), [(f, what) for f in FRAMEWORKS for what in REFUSED[f]])
+def test_what_can_not_be_done_is_refused_with_its_reason(framework: str, what: str, ask: Any, refusals: Any) -> None:
+    reason, hint = refusals(framework)[what]
+    assert REFUSED[framework][what][1] in reason
+    assert "\n" not in reason + hint
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_pooling_that_can_not_be_mapped_names_the_op(framework: str, refusals: Any) -> None:
+    reason, _ = refusals(framework)["pool"]
+    assert "avg_pool op0" in reason and "count_include_pad" in reason
+
+
+@pytest.fixture(scope="module")
+def refusals(ask: Any) -> Any:
+    """{what: (reason, hint)} by framework: asked once."""
+    known: dict[str, dict[str, tuple[str, str]]] = {}
+
+    def get(framework: str) -> dict[str, tuple[str, str]]:
+        if framework not in known:
+            wanted = [(small_net(), changes) for changes, _ in REFUSED[framework].values()]
+            answers = ask(framework, [*wanted, (net_of(IMAGE, POOL_REFUSED), {})])
+            found = [(answer.facts["unsupported"], answer.facts["hint"]) for answer in answers]
+            known[framework] = dict(zip([*REFUSED[framework], "pool"], found, strict=True))
+        return known[framework]
+
+    return get
+
+
+@pytest.mark.parametrize(("framework", "setting"), [(f, s) for f in FRAMEWORKS for s in SETTINGS[f]])
+def test_a_setting_takes_effect_and_changes_no_number(framework: str, setting: str, ask: Any) -> None:
+    spec, (changes, effective) = small_net(), SETTINGS[framework][setting]
+    (answer,) = ask(framework, [(spec, changes)])
+    assert {key: answer.facts["effective"][key] for key in effective} == effective
+    assert {"framework", "python", "numpy"} <= set(answer.facts["versions"])
+    reference = Reference(spec, arrays_of(spec), run_of(framework, spec)["optimizer"])
+    losses = np.array([reference.step(*batch_of(spec)) for _ in range(STEPS)])
+    # bfloat16 has 8 bits of mantissa
+    tolerance = 5e-2 if setting == "bf16" else 1e-4
+    close(np.array(answer.facts["losses"]), losses, tolerance)
+    if setting == "bf16":
+        assert np.abs(np.array(answer.facts["losses"]) - losses).max() > 1e-5, "as exact as fp32: autocast did nothing"
+    assert answer.facts["loaded"] and answer.facts["untouched"] and answer.facts["same_end"]
+
+
+def test_compile_needs_a_compiler(ask: Any, tmp_path: Path) -> None:
+    changes = {"framework": {"compile": "on"}}
+    (answer,) = ask("torch", [(small_net(), changes)], CXX=str(tmp_path / "none"))
+    assert "C++ compiler" in answer.facts["unsupported"]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_dropout_keeps_its_share_scaled_and_is_off_in_evaluation(framework: str, ask: Any) -> None:
+    spec = dropout_net()
+    (answer,) = ask(framework, [(spec, {})])
+    close(answer.arrays["output"], Reference(spec, arrays_of(spec)).output(batch_of(spec)[0]))
+    kept = answer.arrays["training_output"] != 0
+    assert kept.mean() == pytest.approx(0.75, abs=0.02)
+    np.testing.assert_allclose(answer.arrays["training_output"][kept], answer.arrays["output"][kept] / 0.75, rtol=1e-5)
+    assert answer.facts["again"] == answer.facts["losses"], "other dropout masks after load"
+    assert len(set(answer.facts["losses"])) == STEPS
