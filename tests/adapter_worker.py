@@ -1,14 +1,15 @@
 """Runs in a framework's interpreter: `python adapter_worker.py <src> <folder>`, one adapter through many small runs.
 
 <folder>/cases.json is a list of {"run", "steps"}; case i has the arrays `<i>.npz` (w.<name>, inputs, targets, or no targets). Writes
-<i>.out.npz and results.json: a list of {"error", "hint"} where the adapter refused, else the facts that the test looks at.
+<i>.out.npz and results.json: a list of {"unsupported", "hint"} where the adapter refused, {"error"} where it
+raised, else the facts that the test looks at.
 """
 
 import importlib
-import importlib.util
 import json
 import os
 import sys
+import traceback
 import types
 
 import numpy
@@ -21,7 +22,7 @@ def package(source):
 
 
 def prepared(run):
-    """(adapter, phase of refusal): everything up to the first load."""
+    """The adapter, with everything done up to the first load."""
     module = importlib.import_module("crosstrain_worker.frameworks.on_" + run["framework"]["name"])
     adapter = module.Framework(run)
     adapter.load_library()
@@ -107,6 +108,9 @@ def main(source, folder):
             facts, arrays = work(case["run"], weights, inputs, targets, case["steps"])
         except Unsupported as refusal:
             results.append({"unsupported": refusal.reason, "hint": refusal.hint})
+            continue
+        except Exception:
+            results.append({"error": traceback.format_exc()})
             continue
         numpy.savez(os.path.join(folder, "%d.out.npz" % index), **arrays)
         results.append(facts)

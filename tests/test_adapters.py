@@ -179,8 +179,11 @@ def dropout_net() -> Spec:
 
 
 def arrays_of(spec: Spec) -> dict[str, np.ndarray[Any, Any]]:
+    """Random also for biases and norms; with many inputs smaller, so that no softmax is sure of itself."""
     random = np.random.RandomState(0)
-    arrays = {v.name: random.normal(0.1, 0.5, v.shape).astype("float32") for v in spec.parameters + spec.states}
+    spread = {v.name: 0.5 / max(1.0, np.sqrt(v.size / v.shape[0] / 12)) for v in spec.parameters + spec.states}
+    arrays = {v.name: random.normal(0.1, 0.5, v.shape) * 2 * spread[v.name] for v in spec.parameters + spec.states}
+    arrays = {name: a.astype("float32") for name, a in arrays.items()}
     return {name: np.abs(a) + np.float32(0.5) if name.endswith("running_var") else a for name, a in arrays.items()}
 
 
@@ -280,7 +283,7 @@ def close(got: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], tolerance: fl
 @pytest.mark.parametrize(("framework", "compiled"), [("torch", "off"), ("mxnet", "off"), ("mxnet", "on")])
 def test_each_op_is_that_of_the_reference(framework: str, compiled: str, case: str, op_answers: Any) -> None:
     answer = op_answers(framework, compiled)[case]
-    assert "unsupported" not in answer.facts, answer.facts
+    assert answer.arrays, answer.facts
     spec, weights = spec_of(case), arrays_of(spec_of(case))
     inputs, targets = batch_of(spec)
     optimizer = run_of(framework, spec)["optimizer"]

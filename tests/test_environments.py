@@ -130,7 +130,7 @@ def make(
 
 
 def ask(python: Path, code: str) -> str:
-    return subprocess.run([str(python), "-I", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run([str(python), "-I", "-B", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def refused(*arguments: str | None) -> OutcomeError:
@@ -397,6 +397,9 @@ def test_a_users_own_interpreter_must_have_numpy_and_the_framework(
         zipfile.ZipFile(place.wheels / wheel).extractall(site)
 
     monkeypatch.setenv("PYTHONPATH", str(place.wheels / "numpy-1.0.0-py3-none-any.whl"))  # does not reach a worker
+    write_wheel(tmp_path, "tiny", "1.0.0")
+    zipfile.ZipFile(tmp_path / "tiny-1.0.0-py3-none-any.whl").extractall(tmp_path)
+    monkeypatch.chdir(tmp_path)  # nor does a folder that happens to lie here
     error = refused("tiny", "cpu", python, None)
     assert error.outcome == "env_missing" and "no numpy and tiny" in error.message and python in error.message
     install("numpy-1.0.0-py3-none-any.whl")

@@ -83,6 +83,13 @@ def test_the_period_of_a_cycle_is_named():
         assert reason.startswith(f"repeats every {period} iterations"), reason
 
 
+def test_a_long_cycle_below_the_noise_is_found():
+    n, period = 30000, 3000
+    start, reason = find_steady(noisy(1 + 0.3 * (np.arange(n) % period) / period, 0.15, 0))
+    assert start is None and reason.startswith("repeats every ")
+    assert int(reason.split()[2]) == pytest.approx(period, rel=0.06)  # to the grid of the reduced series
+
+
 @pytest.mark.parametrize("sigma", [0.0, 0.005, 0.01, 0.02])
 @pytest.mark.parametrize("n", [100, 200, 1000, 20000])
 @pytest.mark.parametrize("sign", [1, -1])
@@ -135,6 +142,7 @@ def test_microseconds_are_steady():
     for seed in range(50):
         series = 2e-6 + 1e-7 * np.random.RandomState(seed).randint(0, 8, 400)
         assert find_steady(series).start is not None
+    assert find_steady(np.r_[np.full(20, 2.0e-6), np.full(380, 2.5e-6)]).start == 0  # half a microsecond is nothing
 
 
 def test_every_tenth_iteration_slower_is_steady():

@@ -16,7 +16,7 @@ from crosstrain.networks.spec import Spec
 
 @dataclass(frozen=True)
 class Level:
-    """One level's verdict; `state`: passed, failed or not applicable; `error`, `tolerance`: where it measures one (None: not finite)."""
+    """One level's verdict. `state`: passed, failed or not applicable; `error`: None where none is measured or it is not finite."""
 
     level: str
     title: str

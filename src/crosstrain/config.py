@@ -21,7 +21,7 @@ Placement = Enum("Placement", ["device", "host"])
 Fit = Enum("Fit", ["none", "pad", "scale"])
 Fault = Enum(
     "Fault",
-    "none raise nan hang kill segv exit device_oom host_oom silent stderr truncate grandchild no_sync still unsupported drift",
+    "none raise nan_loss hang kill segv exit device_oom host_oom silent stderr truncate grandchild no_sync still unsupported drift",
 )
 FaultPhase = Enum("FaultPhase", ["import", "build", "first_step", "iteration", "block", "train", "evaluate"])
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from crosstrain import samples, statistics
-from crosstrain.outcomes import HOST_OOM, Outcome, of_failed_rank
+from crosstrain.outcomes import Outcome, of_failed_rank
 from crosstrain.runspec import RunSpec
 from crosstrain.system_samples import SystemSampler
 from crosstrain.watch import Ended
@@ -166,7 +166,7 @@ def judge(
     """The outcome of a run whose ranks all ended well: can its clock be trusted, did it train, was it steady and undisturbed?"""
     for result, own in zip(results, rows, strict=True):
         blocks = own["duration"][own["size"] > 0][own["phase"] == statistics.BLOCK]
-        problem = statistics.clock_sanity(own, result.get("wall_s")) or statistics.readback_sanity(result["readback"], blocks)
+        problem = statistics.readback_sanity(result["readback"], blocks) or statistics.clock_sanity(own, result.get("wall_s"))
         if problem:
             return Outcome("invalid", "done", problem)
     if spec.task == "training" and not all(result["parameters_changed"] for result in results):
@@ -181,4 +181,3 @@ def judge(
     return Outcome("ok", "done")
 
 
-__all__ = ["HOST_OOM", "Files", "Measured", "compute", "failure", "judge", "read", "tail_of", "window"]

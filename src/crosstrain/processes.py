@@ -81,25 +81,27 @@ def stop_all(run_id: str, sids: Iterable[int] = (), grace_s: float = 5.0, limit_
 def _stats_of(run_id: str, pids: Iterable[int]) -> list[Stat]:
     me, my_session = os.getpid(), os.getsid(0)
     marker = f"{RUN_ID_VARIABLE}={run_id}".encode()
-    stats = {stat.pid: stat for stat in map(read_stat, all_pids()) if stat is not None}
     given = set(pids)
-    # A zombie's environment is gone; as an unreaped child of ours it still holds its pid, and so the name of its session.
-    ours = {
-        stat.pid
-        for stat in stats.values()
-        if stat.pid != me and (_carries(stat.pid, marker) or (stat.pid in given and stat.parent == me))
-    }
+    stats: dict[int, Stat | None] = {}
+    ours: set[int] = set()
+    # Again until a look brings nothing new: what a process forked just before it ended is in the next list.
+    for _ in range(100):
+        new = [pid for pid in all_pids() if pid not in stats]
+        if not new:
+            break
+        for pid in new:
+            stats[pid] = stat = read_stat(pid)
+            # A zombie's environment is gone; as an unreaped child of ours it still holds its pid, and so the name of its session.
+            if stat is not None and pid != me and (_carries(pid, marker) or (pid in given and stat.parent == me)):
+                ours.add(pid)
+    others = [stat for stat in stats.values() if stat is not None and stat.pid != me]
     grew = True
     while grew:
-        sessions = (ours & {stat.session for stat in stats.values()}) - {my_session}
-        more = {
-            stat.pid
-            for stat in stats.values()
-            if stat.pid not in ours and stat.pid != me and (stat.parent in ours or stat.session in sessions)
-        }
+        sessions = ours - {my_session}
+        more = {stat.pid for stat in others if stat.parent in ours or stat.session in sessions} - ours
         ours |= more
         grew = bool(more)
-    return [stat for stat in stats.values() if stat.pid in ours and not stat.dead]
+    return [stat for stat in others if stat.pid in ours and not stat.dead]
 
 
 def _carries(pid: int, marker: bytes) -> bool:

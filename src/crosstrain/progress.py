@@ -63,6 +63,7 @@ class RunLine:
         self.title = sweep.prefix() + title
         self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self.phase = ""
+        self.seen: set[str] = set()
         self.shown = 0.0
 
     def __enter__(self) -> RunLine:
@@ -83,10 +84,11 @@ class RunLine:
             if now - self.shown >= 0.5 or phase != self.phase:
                 self.live.update(Text(f"{self.title}  {phase}  {details}", no_wrap=True, overflow="ellipsis"), refresh=True)
                 self.shown = now
-        elif phase != self.phase or now - self.shown >= PLAIN_EVERY_S:
+        elif phase not in self.seen or now - self.shown >= PLAIN_EVERY_S:
             say(f"  {phase}  {details}".rstrip())
             self.shown = now
         self.phase = phase
+        self.seen.add(phase)
 
 
 def number(value: float | None, digits: int = 4) -> str:

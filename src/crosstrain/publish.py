@@ -118,13 +118,18 @@ def record(state: State, outcome: Outcome, metrics: dict[str, float]) -> RunReco
         name=state.spec.name,
         params=params(state),
         tags=final,
-        metrics={key: value for key, value in metrics.items() if np.isfinite(value)},
+        metrics={key: shown(value) for key, value in metrics.items() if np.isfinite(value)},
         series=series(state) if publishes else {},
         status=outcome.kind.status,
         start_ms=int(1000 * state.start_s),
         end_ms=int(1000 * state.end_s),
         artifacts=artifacts(state),
     )
+
+
+def shown(value: float) -> float:
+    """Four significant digits, whole numbers as they are: the tables of the UI show every digit they get."""
+    return value if value == int(value) else float(f"{value:.4g}")
 
 
 def _parity(state: State) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from crosstrain.errors import CrosstrainError
-from crosstrain_worker.record import COUNT, COUNT_OFFSET, HEADER, HEADER_SIZE, MAGIC, PHASES, ROW_SIZE
+from crosstrain_worker.record import HEADER, HEADER_SIZE, MAGIC, PHASES, ROW_SIZE
 
 ROW = np.dtype(
     [(name, "<i4") for name in ("iteration", "phase", "size", "epoch")]
@@ -35,7 +35,8 @@ class Merged(NamedTuple):
 
 
 def read(path: str | os.PathLike[str]) -> np.ndarray:
-    """(rows,) of dtype ROW, in the order written. Also for a file still being written, or whose writer was killed.
+    """(rows,) of dtype ROW, in the order written. Also for a file still being written, or whose writer was killed:
+    what lies behind the counted rows is room for more.
 
     Raises SamplesError (one line; its `rows` are the whole ones) when the file is missing, foreign or too short.
     """
@@ -53,14 +54,11 @@ def read(path: str | os.PathLike[str]) -> np.ndarray:
                     f" expected {ROW_SIZE}, {HEADER_SIZE}; 0 rows are whole",
                     none,
                 )
-            room, rest = divmod(size - HEADER_SIZE, ROW_SIZE)
-            rows = np.fromfile(source, ROW, min(count, room))
+            rows = np.fromfile(source, ROW, min(count, (size - HEADER_SIZE) // ROW_SIZE))
     except OSError as error:
         raise SamplesError(f"{path}: can not be read ({error.strerror}); 0 rows are whole", none) from error
     if len(rows) < count:
         raise SamplesError(f"{path}: truncated, the header says {count} rows; {len(rows)} rows are whole", rows)
-    if rest:
-        raise SamplesError(f"{path}: {rest} bytes too many behind the last whole row; {len(rows)} rows are whole", rows)
     return rows
 
 
@@ -71,7 +69,7 @@ def tail(path: str | os.PathLike[str]) -> tuple[int, np.void | None]:
             header = source.read(HEADER_SIZE)
             if len(header) < HEADER_SIZE or header[: len(MAGIC)] != MAGIC:
                 return 0, None
-            (count,) = COUNT.unpack_from(header, COUNT_OFFSET)
+            count = HEADER.unpack_from(header)[3]
             if count < 1:
                 return 0, None
             source.seek(HEADER_SIZE + (count - 1) * ROW_SIZE)

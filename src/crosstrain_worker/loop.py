@@ -119,6 +119,7 @@ class Measuring(object):
         monotonic = time.monotonic()
         while True:
             start, duration, wait, handle = self.timed_iteration()
+            ended = time.monotonic()
             read = clock()
             loss = self.loss_of(handle)
             readbacks.append(clock() - read)
@@ -135,7 +136,7 @@ class Measuring(object):
                 if steady.enough(durations, now - begin, settings):
                     break
                 next_check = clock() + 0.25
-        self.session.result["wall_s"] = time.monotonic() - monotonic
+        self.session.result["wall_s"] = ended - monotonic
         self.durations = numpy.array(durations)
         self.find_start()
 

@@ -2,6 +2,9 @@
 
 A row is in the page cache as soon as `add` returns, so a worker that is killed (SIGKILL, out of memory) loses none. The layout is
 the protocol of docs/design.md; the driver reads it with `crosstrain.samples`, which takes these constants.
+
+What a reader may already look at (the count, a loss filled in later) is stored through memoryviews, as one aligned word.
+struct.pack_into zeroes its target first: a worker killed in between would leave a count of 0. (Machines are little-endian here.)
 """
 
 import mmap
@@ -11,19 +14,17 @@ import struct
 MAGIC = b"CTSAMPL1"
 HEADER = struct.Struct("<8sIIq")  # magic, row size, header size, row count
 HEADER_SIZE = 64  # zero padded
-COUNT = struct.Struct("<q")
-COUNT_OFFSET = 16
 ROW = struct.Struct("<iiiiddddd")  # iteration, phase, size, epoch, start, duration, data_wait, loss, accuracy
 ROW_SIZE = ROW.size
-_LOSS = struct.Struct("<dd")
-_LOSS_OFFSET = 40
+_COUNT_WORD = 16 // 8  # where things are, in words of 8 bytes
+_ROWS_WORD, _ROW_WORDS, _LOSS_WORD = HEADER_SIZE // 8, ROW_SIZE // 8, 40 // 8
 
 IMPORT, BUILD, FIRST_STEP, ITERATION, BLOCK, TRAIN, EVALUATE = range(7)
 PHASES = ("import", "build", "first_step", "iteration", "block", "train", "evaluate")
 
 NAN = float("nan")
 CHUNK = 65536  # rows (3.7 MB); the least by which a full file grows
-_pack_row, _pack_count, _pack_loss = ROW.pack_into, COUNT.pack_into, _LOSS.pack_into
+_pack_row = ROW.pack_into
 
 
 class Recorder(object):
@@ -58,14 +59,16 @@ class Recorder(object):
             self._map, HEADER_SIZE + row * ROW_SIZE, iteration, phase, size, epoch, start, duration, data_wait, loss, accuracy
         )
         self.count = row + 1
-        _pack_count(self._map, COUNT_OFFSET, row + 1)  # after the row: a reader never sees a row that is not whole
+        self._integers[_COUNT_WORD] = row + 1  # after the row: a reader never sees a row that is not whole
         return row
 
     def set_loss(self, row, loss, accuracy=NAN):
         """Fill in the loss and accuracy of an earlier row (its index, from `add`), once they were fetched from the device."""
         if not 0 <= row < self.count:
             raise IndexError("row %d of %s, which has %d" % (row, self.path, self.count))
-        _pack_loss(self._map, HEADER_SIZE + row * ROW_SIZE + _LOSS_OFFSET, loss, accuracy)
+        word = _ROWS_WORD + row * _ROW_WORDS + _LOSS_WORD
+        self._doubles[word] = loss
+        self._doubles[word + 1] = accuracy
 
     def reserve(self, rows):
         """Make room for `rows` more rows. Call it outside the clock: `add` then neither grows the file nor allocates."""
@@ -75,8 +78,7 @@ class Recorder(object):
     def close(self):
         """Cut the file to the rows written. May be called twice."""
         if self._map is not None:
-            self._map.close()
-            self._map = None
+            self._unmap()
             os.ftruncate(self._file, HEADER_SIZE + self.count * ROW_SIZE)
             os.close(self._file)
 
@@ -95,5 +97,12 @@ class Recorder(object):
         for page in range(-(-old_end // mmap.PAGESIZE) * mmap.PAGESIZE, end, mmap.PAGESIZE):
             grown[page] = 0  # take the page fault here, not inside the clock
         if self._map is not None:
-            self._map.close()
+            self._unmap()
         self._map, self._capacity = grown, capacity
+        self._integers, self._doubles = memoryview(grown).cast("q"), memoryview(grown).cast("d")
+
+    def _unmap(self):
+        self._integers.release()
+        self._doubles.release()
+        self._map.close()
+        self._map = None

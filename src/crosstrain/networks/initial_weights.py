@@ -59,7 +59,7 @@ def _write(out: BinaryIO, random: np.random.RandomState, init: Mapping[str, Any]
     for start in range(0, count, _CHUNK):
         size = min(_CHUNK, count - start)
         if init["kind"] == "uniform":
-            values = random.uniform(-init["bound"], init["bound"], size)
+            values = init.get("centre", 0.0) + random.uniform(-init["bound"], init["bound"], size)
         elif init["kind"] == "normal":
             values = random.normal(0.0, init["std"], size)
         elif init["kind"] == "constant":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import http.client
 import json
 import os
 import re
@@ -149,8 +150,9 @@ def check_answers(uri: str, timeout: float = ANSWER_S) -> None:
         if "CERTIFICATE_VERIFY_FAILED" in str(reason):
             return  # MLflow may know the certificate; its own request decides
         raise TrackingError(f"{place} can not be reached: {reason}") from None
-    except Exception as error:  # http.client: what answers speaks no HTTP
-        raise TrackingError(f"{place} is no MLflow server: what answers there is not HTTP ({error})") from None
+    except http.client.HTTPException as error:
+        text = " ".join(str(error).split())[:100]
+        raise TrackingError(f"{place} is no MLflow server: what answers there is not HTTP ({text})") from None
 
 
 def check_server(uri: str) -> None:

@@ -77,6 +77,11 @@ class Tracker:
         return self.uri.startswith("sqlite")
 
     @property
+    def is_new(self) -> bool:
+        """Whether `preflight` will first create an SQLite store, which takes some seconds, once."""
+        return self.is_sqlite and not checks.sqlite_path(self.uri).exists()
+
+    @property
     def artifact_root(self) -> str | None:
         """Where a new experiment keeps its artifacts; None leaves it to the server.
 
@@ -140,7 +145,7 @@ class Tracker:
         scheme = urlsplit(self.uri).scheme
         if scheme in ("", "file"):
             raise checks.file_store_error(self.uri, self.default_uri)
-        if self.is_sqlite and not checks.sqlite_path(self.uri).name.strip(":"):
+        if self.is_sqlite and checks.sqlite_path(self.uri).name in ("", ":memory:"):
             raise TrackingError(f"tracking.uri={self.uri} names no file: write sqlite:////absolute/path/mlflow.db")
         known = ("http", "https", "sqlite", "postgresql", "mysql", "mssql")
         if scheme.partition("+")[0] not in known:

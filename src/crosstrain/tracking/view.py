@@ -32,8 +32,8 @@ COLUMNS = [
     "params.`framework`", "params.`network`", "params.`gpus`", "params.`precision`", "params.`batch_global`",
     "metrics.`step_ms`", "metrics.`samples_per_s`", "metrics.`efficiency`", "metrics.`accuracy`", "tags.`outcome`",
 ]  # fmt: skip
-#: s, for the web page to come up (measured: about 10 s on a busy 2-core machine)
-START_S = 90
+#: s, for the web page to come up (measured: 8 s on two cores, over a minute when they are very busy)
+START_S = 240
 
 
 def _key(view: str, network: str) -> str:

@@ -251,13 +251,12 @@ def lrn(network, op):
 
 def channel_pad_shortcut(network, op):
     stride = op["stride"]
-    more = op["out_channels"] - network.input_shape(op)[0]
-    width = (0, 0, 0, more, 0, 0, 0, 0)
+    width = (0, 0, 0, 0, 0, op["out_channels"] - network.input_shape(op)[0], 0, 0, 0, 0)
 
     def shortcut(F, x):
-        # every stride-th pixel, zero channels behind
+        # every stride-th pixel, zero channels behind; F.pad takes channels as the depth of a volume only
         x = F.slice(x, begin=(None, None, None, None), end=(None, None, None, None), step=(1, 1, stride, stride))
-        return F.pad(x, mode="constant", pad_width=width, constant_value=0.0)
+        return F.squeeze(F.pad(F.expand_dims(x, axis=1), mode="constant", pad_width=width, constant_value=0.0), axis=1)
 
     return [nn.HybridLambda(shortcut)]
 

@@ -3,7 +3,7 @@
 It has a pretended asynchronous device: `step` queues `step_ms` of work and returns at once, `sync` waits for the queue.
 
 `fault` (at `fault_phase`, rank `fault_rank`, from step `fault_iteration` of that phase on):
-raise, nan, hang, kill (SIGKILL), segv (SIGSEGV), exit (leaves without a result), device_oom, host_oom (really takes memory
+raise, nan_loss, hang, kill (SIGKILL), segv (SIGSEGV), exit (leaves without a result), device_oom, host_oom (really takes memory
 until it is refused or killed), silent (writes nothing, not even a result), stderr (10 MB of it, then raises), truncate (cuts its
 samples file, then is killed), grandchild (leaves a child behind that ignores SIGTERM, then raises), no_sync (sync does not wait),
 still (parameters never change), unsupported, drift (each step slower than the one before).
@@ -86,7 +86,7 @@ class Framework(Base):
         return self.loss(count), correct
 
     def loss(self, count):
-        if self.fault == "nan" and self.strikes(self.phase) and count >= self.fault_iteration:
+        if self.fault == "nan_loss" and self.strikes(self.phase) and count >= self.fault_iteration:
             return float("nan")
         return 1.0 / self.losses
 
