@@ -1,6 +1,6 @@
 """What one row of samples.<rank>.bin costs. The timed loop pays it once an iteration; more than 2 µs (2000 ns) is too much.
 
-    PYTHONPATH=src python benchmarks/recording.py [rows]
+PYTHONPATH=src python benchmarks/recording.py [rows]
 """
 
 import os

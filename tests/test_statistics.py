@@ -122,9 +122,7 @@ def test_step_times_throughput_is_the_batch(seed):
 
 def test_smoke_runs_with_one_pass_only():
     one_block = summarise(rows_of(BLOCK, [0.5], size=50, wait=0.1), 32)
-    assert one_block == pytest.approx(
-        {"step_ms": 10, "samples_per_s": 3200, "samples_per_s_total": 3200, "data_wait_pct": 10}
-    )
+    assert one_block == pytest.approx({"step_ms": 10, "samples_per_s": 3200, "samples_per_s_total": 3200, "data_wait_pct": 10})
     iterations = summarise(rows_of(ITERATION, [0.01] * 20), 32, steady_start=0)
     assert set(iterations) == SCHEMA - {"sync_ratio"}
     assert iterations["step_ms"] == iterations["step_sync_ms"] == pytest.approx(10)

@@ -165,7 +165,7 @@ def judge(
 ) -> Outcome:
     """The outcome of a run whose ranks all ended well: can its clock be trusted, did it train, was it steady and undisturbed?"""
     for result, own in zip(results, rows, strict=True):
-        blocks = own["duration"][own["size"] > 0][own["phase"] == statistics.BLOCK]
+        blocks = own["duration"][own["phase"] == statistics.BLOCK]
         problem = statistics.readback_sanity(result["readback"], blocks) or statistics.clock_sanity(own, result.get("wall_s"))
         if problem:
             return Outcome("invalid", "done", problem)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from crosstrain import devices, measured, parity, samples
+from crosstrain import certificates, devices, measured, samples
 from crosstrain.outcomes import Outcome
 from crosstrain.progress import number
 from crosstrain.tracking import RunRecord, Series
@@ -135,10 +135,10 @@ def shown(value: float) -> float:
 def _parity(state: State) -> str:
     """What the certificate of this framework and network says; a missing one is said, never hidden."""
     if state.ready is None:
-        return "not proven"
-    version = _framework_version(state)
-    found = getattr(parity, "find", lambda *a: None)(state.spec.framework["name"], version, state.spec.network.key(), state.ready.place.kind)
-    return found.tag if found is not None else "not proven"
+        return certificates.NOT_PROVEN
+    name, version = state.spec.framework["name"], _framework_version(state)
+    # The ladder is climbed in fp32; other precisions compute the same network with other rounding.
+    return certificates.tag(certificates.find(name, version, state.spec.network, "fp32", state.ready.place.kind))
 
 
 def series(state: State) -> dict[str, Series]:
