@@ -35,6 +35,8 @@ def train(folder: Path, *overrides: str) -> Path:
     done = subprocess.run(command(*overrides), cwd=folder, env=environment(), capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"a run failed: train.py {' '.join(overrides)}\n{done.stdout}{done.stderr}")
+    if "waiting for" in done.stdout:
+        sys.exit("another crosstrain run holds the CPUs: benchmarks need the machine for themselves")
     return run_folders(folder)[-1]
 
 

@@ -1,8 +1,8 @@
 """Runs in a framework's interpreter: `python adapter_worker.py <src> <folder>`, one adapter through many small runs.
 
-<folder>/cases.json is a list of {"run", "steps"}; case i has the arrays `<i>.npz` (w.<name>, inputs, targets, or no targets). Writes
-<i>.out.npz and results.json: a list of {"unsupported", "hint"} where the adapter refused, {"error"} where it
-raised, else the facts that the test looks at.
+<folder>/cases.json is a list of {"run", "steps"}; case i has the arrays `<i>.npz` (w.<name>, inputs, and targets where the
+run names some). Writes <i>.out.npz and results.json: a list of {"unsupported", "hint"} where the adapter refused, {"error"}
+where it raised, else the facts that the test looks at.
 """
 
 import importlib
@@ -64,9 +64,7 @@ def work(run, weights, inputs, targets, steps):
     adapter.gradient(batch)
     adapter.sync()
     now = adapter.read()
-    facts.gradient_untouched = all(
-        now[p["name"]].tobytes() == weights[p["name"]].tobytes() for p in run["network"]["parameters"]
-    )
+    facts.gradient_untouched = all(now[p["name"]].tobytes() == weights[p["name"]].tobytes() for p in run["network"]["parameters"])
     adapter.load(weights)
     trace(adapter, batch, 1)
     for name, value in adapter.read().items():
@@ -100,7 +98,7 @@ def main(source, folder):
         cases = json.load(file)
     results = []
     for index, case in enumerate(cases):
-        with numpy.load(os.path.join(folder, "%d.npz" % index)) as given:
+        with numpy.load(os.path.join(folder, f"{index}.npz")) as given:
             weights = {name[2:]: given[name] for name in given.files if name.startswith("w.")}
             inputs = given["inputs"]
             targets = given["targets"] if "targets" in given.files else None
@@ -112,7 +110,7 @@ def main(source, folder):
         except Exception:
             results.append({"error": traceback.format_exc()})
             continue
-        numpy.savez(os.path.join(folder, "%d.out.npz" % index), **arrays)
+        numpy.savez(os.path.join(folder, f"{index}.out.npz"), **arrays)
         results.append(facts)
     with open(os.path.join(folder, "results.json"), "w") as file:
         json.dump(results, file)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -21,8 +20,6 @@ from crosstrain.networks.reference import Reference
 from crosstrain.networks.spec import classes, image, itself, tokens, vector
 from crosstrain_worker import ladder
 from crosstrain_worker.frameworks.base import Base
-
-FRAMEWORKS = ("torch", "mxnet")
 
 
 def framework_json(name: str) -> dict[str, Any]:
@@ -420,49 +417,40 @@ def test_a_change_of_the_worker_makes_a_certificate_void(changed: str, tmp_path:
 # -- the real frameworks --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def framework_python() -> Callable[[str], str]:
-    """The interpreter with this framework."""
-
-    def find(name: str) -> str:
-        path = os.environ.get(f"CROSSTRAIN_TEST_{name.upper()}")
-        return path or pytest.skip(f"set CROSSTRAIN_TEST_{name.upper()} to an interpreter with {name}")
-
-    return find
+@pytest.fixture(scope="module", params=["torch", "mxnet"])
+def framework(request: pytest.FixtureRequest, framework_python: Callable[[str], Path]) -> tuple[str, Path]:
+    """Name and interpreter. Of the module, so that it is looked up in the user's own cache."""
+    return request.param, framework_python(request.param)
 
 
-def launched(python: str, run: dict[str, Any]) -> tuple[str, dict[str, np.ndarray]]:
+def launched(python: Path, run: dict[str, Any]) -> tuple[str, dict[str, np.ndarray]]:
     """(framework's version, arrays) of a ladder run by a worker process."""
     folder = Path(run["folder"])
     (folder / "run.json").write_text(json.dumps(run))
-    command = [python, "-I", "-B", "-u", str(paths.worker_dir()), str(folder), "0"]
+    command = [str(python), "-I", "-B", "-u", str(paths.worker_dir()), str(folder), "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     version = json.loads((folder / "result.0.json").read_text())["versions"]["framework"]
     return version, dict(np.load(folder / "ladder.npz", allow_pickle=False))
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("network", [strided, language, sentiment, autoencoder])
-def test_a_framework_is_proven(network: Callable[[], Spec], framework: str, framework_python: Any, tmp_path: Path) -> None:
-    spec = network()
-    run = parity.ladder_run_json(spec, framework_json(framework), tmp_path)
-    version, arrays = launched(framework_python(framework), run)
+def test_a_framework_is_proven(network: Callable[[], Spec], framework: tuple[str, Path], tmp_path: Path) -> None:
+    spec, (name, python) = network(), framework
+    run = parity.ladder_run_json(spec, framework_json(name), tmp_path)
+    version, arrays = launched(python, run)
     certificate = parity.compare(spec, run, arrays, version)
     assert certificate.proven, certificate.tag()
-    deviating = {"lstm1"} if spec.has("lstm") else {"bn1", "bn2"} if framework == "mxnet" and spec.has("batch_norm") else set()
+    deviating = {"lstm1"} if spec.has("lstm") else {"bn1", "bn2"} if name == "mxnet" and spec.has("batch_norm") else set()
     assert set(certificate.deviations) == deviating
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_a_framework_with_a_wrong_network_fails_at_its_level(
-    name: str, framework: str, framework_python: Any, tmp_path: Path
-) -> None:
-    mutation, level = MUTATIONS[name]
-    spec = strided()
-    run = parity.ladder_run_json(spec, framework_json(framework), tmp_path)
+@pytest.mark.parametrize("wrong", MUTATIONS)
+def test_a_framework_with_a_wrong_network_fails_at_its_level(wrong: str, framework: tuple[str, Path], tmp_path: Path) -> None:
+    mutation, level = MUTATIONS[wrong]
+    spec, (name, python) = strided(), framework
+    run = parity.ladder_run_json(spec, framework_json(name), tmp_path)
     (tmp_path / "wrong").mkdir()
-    version, arrays = launched(framework_python(framework), mutated(run, mutation, tmp_path / "wrong"))
+    version, arrays = launched(python, mutated(run, mutation, tmp_path / "wrong"))
     certificate = parity.compare(spec, run, arrays, version)
     assert level_of(certificate) == level, certificate.tag()

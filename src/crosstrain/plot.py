@@ -19,7 +19,9 @@ def iterations(result: Measured, spec: RunSpec, path: Path) -> Path:
     rows = result.rows[result.rows["phase"] == ITERATION]
     ms = 1000 * rows["duration"]
     start = result.facts["steady"]["start"]
-    figure = Figure(figsize=(8, 3.2), dpi=100, layout="constrained")
+    figure = Figure(figsize=(8, 3.2), dpi=100)
+    # Fixed margins and one patch for the histogram: finding the layout and drawing 40 bars would double the time.
+    figure.subplots_adjust(left=0.09, bottom=0.15, right=0.98, top=0.91, wspace=0.04)
     series, spread = figure.subplots(1, 2, width_ratios=(3, 1), sharey=True)
     series.plot(rows["iteration"], ms, ".", markersize=3, color="#0072B2", rasterized=True)
     if start:
@@ -29,7 +31,7 @@ def iterations(result: Measured, spec: RunSpec, path: Path) -> Path:
     series.set(xlabel="iteration", ylabel="ms", title=f"{spec.name}, batch {spec.batch_global}, {spec.precision}, {spec.task}")
     series.set_ylim(0, 1.15 * float(np.percentile(ms, 99.5)) if len(ms) > 20 else None)
     series.legend(fontsize=7, loc="lower right")
-    spread.hist(ms[start or 0 :], bins=40, orientation="horizontal", color="#0072B2")
+    spread.stairs(*np.histogram(ms[start or 0 :], bins=40), orientation="horizontal", fill=True, color="#0072B2")
     spread.set(xlabel="iterations")
     figure.savefig(path)
     return path

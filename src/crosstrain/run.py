@@ -124,11 +124,17 @@ def execute(state: State) -> Outcome | None:
             state.run_json = prepare.run_json(spec, ready, state.run_id, state.folder, [gpu.uuid for gpu in gpus], cpus)
             (state.folder / "run.json").write_text(json.dumps(state.run_json, indent=1) + "\n")
             state.start_s = time.time()
-            state.mlflow_run_id = tracking.start(spec.name, publish.params(state), publish.tags(state), int(1000 * state.start_s))
+            state.mlflow_run_id = begin_tracking(state, tracking)
             kills = oom_kills()
             ended = attend(state, line, gpus)
             state.end_s = time.time()
             return conclude(state, ended, oom_kills() - kills)
+
+
+def begin_tracking(state: State, tracking: Tracker) -> str:
+    """Create the RUNNING run. A param can not be changed later, so what is not known yet is left out."""
+    known = {key: value for key, value in publish.params(state).items() if value}
+    return tracking.start(state.spec.name, known, publish.tags(state), int(1000 * state.start_s))
 
 
 @contextlib.contextmanager
@@ -191,7 +197,7 @@ def close(state: State, outcome: Outcome, sweep_folder: Path) -> dict[str, Any]:
         tracking = tracker(spec.tracking)
         _used_ui_commands.add(tracking.ui_command)
         if not state.mlflow_run_id:
-            state.mlflow_run_id = tracking.start(spec.name, publish.params(state), publish.tags(state), int(1000 * state.start_s))
+            state.mlflow_run_id = begin_tracking(state, tracking)
         record = publish.record(state, outcome, metrics)
         record.save(state.folder)
         tracking.finish(state.mlflow_run_id, record)
