@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
-import logging
 import os
 import signal
 import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,13 @@ from crosstrain import config as schema
 from crosstrain import paths, runspec
 from crosstrain.errors import ConfigError, CrosstrainError
 
-log = logging.getLogger(__name__)
-
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM: handled as Ctrl-C is, with another exit code."""
+
+
+class StartFailed(BaseException):
+    """Carries an error (its __cause__) out of a Hydra callback: Hydra turns every Exception there into a warning and goes on."""
 
 
 def main(arguments: Sequence[str], config_dir: Path | None = None) -> int:
@@ -29,40 +33,27 @@ def main(arguments: Sequence[str], config_dir: Path | None = None) -> int:
     0 all runs ok, 1 some run not ok, 2 configuration error, 3 tracking store not usable, 130 / 143 interrupted.
     """
     import hydra
-    from omegaconf.errors import OmegaConfBaseException
 
-    from crosstrain import hydra_errors, progress
-
-    # Hydra takes its flags before or behind the overrides only; people write them anywhere.
-    flags = [a for a in arguments if a in ("-m", "--multirun")]
-    arguments = [*flags, *(a for a in arguments if a not in flags)]
     verbose = any(argument.startswith("hydra.verbose") for argument in arguments)
-    config_dir = config_dir or paths.conf_dir()
-    _register(arguments, config_dir)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, not to Hydra's own printer
-    saved_argv, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    saved_argv = sys.argv
     signal.signal(signal.SIGTERM, _terminated)
     try:
-        hydra.main(version_base="1.3", config_path=str(config_dir), config_name="train")(_task)()
+        arguments = _prepare(arguments, config_dir or paths.conf_dir())
+        sys.argv = [saved_argv[0], *arguments]
+        hydra.main(version_base="1.3", config_path=str(runspec.config_dirs[-1]), config_name="train")(_task)()
         return finish()
-    except CrosstrainError as error:
-        return _say(str(error), error.exit_code, verbose)
-    except (hydra.errors.HydraException, OmegaConfBaseException) as error:
-        line = hydra_errors.one_line(error, arguments, runspec.config_dirs)
-        return _say(line, ConfigError.exit_code, verbose)
     except Terminated:
         return _interrupted(143)
     except KeyboardInterrupt:
         return _interrupted(130)
-    except SystemExit as leaving:  # Hydra's own (--help, --version, argparse) and ours from BeforeStart
+    except SystemExit as leaving:  # Hydra's own (--help, --version) and that of a dry run
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as error:
-        log.debug("unexpected", exc_info=True)
-        started = progress.sweep.folder is not None
-        return _say(f"{type(error).__name__}: {error}".splitlines()[0], 1 if started else ConfigError.exit_code, verbose)
+    except (Exception, StartFailed) as error:
+        return _failed(error, arguments, verbose)
     finally:
         sys.argv = saved_argv
 
@@ -77,30 +68,58 @@ def _interrupted(code: int) -> int:
     return code
 
 
-def _say(line: str, code: int, verbose: bool) -> int:
-    if verbose:
-        import traceback
+def _failed(error: BaseException, arguments: Sequence[str], verbose: bool) -> int:
+    """Print the error in one line (with hydra.verbose=true the traceback too). Returns the exit code."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
-        traceback.print_exc()
+    from crosstrain import hydra_errors, progress
+
+    if isinstance(error, StartFailed) and error.__cause__ is not None:
+        error = error.__cause__
+    if verbose:
+        traceback.print_exception(error)
+    code = ConfigError.exit_code
+    if isinstance(error, CrosstrainError):
+        line, code = str(error), error.exit_code
+    elif isinstance(error, HydraException | OmegaConfBaseException) or type(error).__module__.startswith("yaml."):
+        line = hydra_errors.one_line(error, arguments, runspec.config_dirs)
+    else:
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        if progress.sweep.folder is not None:  # something was started
+            code = 1
     print(f"error: {line}", file=sys.stderr)
     return code
 
 
-def _register(arguments: Sequence[str], config_dir: Path) -> None:
-    """Schemas, resolvers, and where groups are looked for; a user's own --config-dir may import from beside it."""
+def _prepare(arguments: Sequence[str], config_dir: Path) -> list[str]:
+    """Schemas, resolvers, folders of groups; the arguments in the order Hydra wants. Raises ConfigError for what can not be read."""
+    from hydra._internal.utils import get_args_parser
+
+    from crosstrain import hydra_errors
+
     schema.register()
-    folders = [config_dir]
-    for index, argument in enumerate(arguments):
-        value = None
-        if argument in ("--config-dir", "-cd") and index + 1 < len(arguments):
-            value = arguments[index + 1]
-        elif argument.startswith("--config-dir="):
-            value = argument.split("=", 1)[1]
-        if value:
-            folder = Path(value).expanduser().absolute()
-            folders.insert(0, folder)
-            sys.path.insert(0, str(folder.parent))
-    runspec.config_dirs[:] = folders
+    runspec.config_dirs[:] = [config_dir]
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        given, rest = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error).removeprefix("argument ")) from None
+    for flag in rest:
+        if flag.startswith("-"):
+            known = [name for action in parser._actions for name in action.option_strings]
+            raise ConfigError(f"{flag}: unknown flag; {hydra_errors.closest(flag, known)}")
+    if given.config_dir:
+        # A user's networks may be functions in a module beside their configuration.
+        folder = Path(given.config_dir).expanduser().absolute()
+        runspec.config_dirs.insert(0, folder)
+        sys.path.insert(0, str(folder.parent))
+    # Hydra wants the overrides in one piece; people write flags anywhere.
+    overrides = [*given.overrides, *rest]
+    for override in overrides:
+        hydra_errors.parse(override, runspec.config_dirs)
+    return [*(argument for argument in arguments if argument not in overrides), *overrides]
 
 
 def _task(config: Any) -> float:
@@ -114,11 +133,9 @@ class BeforeStart:
 
     def on_run_start(self, config: Any, **_: Any) -> None:
         try:
-            before_first_run([config])
-        except CrosstrainError as error:
-            # Hydra turns an Exception of a callback into a warning and goes on.
-            verbose = bool(config.hydra.verbose)
-            raise SystemExit(_say(str(error), error.exit_code, verbose)) from error
+            before_first_run([config], config.hydra.run.dir)
+        except Exception as error:
+            raise StartFailed from error
 
     def __getattr__(self, name: str) -> Any:
         """Hydra calls the other hooks too; they have nothing to do."""
@@ -127,37 +144,48 @@ class BeforeStart:
         raise AttributeError(name)
 
 
-def before_first_run(configs: Sequence[Any]) -> None:
-    """Check every cell and the tracking store. Raises ConfigError or TrackingError; leaves with 0 after a dry run."""
+def before_first_run(configs: Sequence[Any], folder: str) -> None:
+    """Check every cell, the output folder and the tracking store, in this order.
+
+    Raises ConfigError, TrackingError or what Hydra raises for a bad value; leaves with 0 after a dry run.
+    """
+    from crosstrain import plan, progress, run
+
     specs = []
-    for config in configs:
+    for number, config in enumerate(configs, 1):
         try:
             specs.append(runspec.from_config(config))
         except ConfigError as error:
             if len(configs) == 1:
                 raise
             overrides = " ".join(config.hydra.overrides.task)
-            raise ConfigError(f"{error} (in the cell {overrides})") from error
-    if configs and configs[0].dry_run:
-        from crosstrain import plan
-
-        plan.show(specs)
+            raise ConfigError(f"{error} (in cell {number}: {overrides})") from error
+    if configs[0].dry_run:
+        plan.show(specs, [list(config.hydra.overrides.task) for config in configs])
         raise SystemExit(0)
-    from crosstrain import progress, run
-
+    _check_writable(Path(folder).absolute())
     progress.sweep.begin(len(specs))
     for tracking in {json.dumps(spec.tracking, sort_keys=True) for spec in specs}:
         run.tracker(json.loads(tracking))
+
+
+def _check_writable(folder: Path) -> None:
+    """Raises ConfigError when the output folder can not be made; leaves nothing behind."""
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise ConfigError(f"the output folder {folder} can not be made: {error.strerror} (hydra.run.dir, hydra.sweep.dir)") from error
 
 
 def finish() -> int:
     """After the last run: the short result table and how to see more. Returns 0 when every run was ok, else 1."""
     from crosstrain import outcomes, progress
 
-    folder = progress.sweep.folder
+    folder, total = progress.sweep.folder, progress.sweep.total  # runs that were skipped do not count in the total
     if folder is None or not (folder / "outcomes.jsonl").is_file():
-        return 1
+        return 0 if folder is not None and total == 0 else 1
     rows = outcomes.read(folder)
     with contextlib.suppress(BrokenPipeError):
         progress.show_table(rows, folder)
-    return 0 if all(row["ok"] for row in rows) and len(rows) >= progress.sweep.total else 1
+    return 0 if all(row["ok"] for row in rows) and len(rows) >= total else 1

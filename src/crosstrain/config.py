@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-Precision = Enum("Precision", ["fp32", "tf32", "bf16", "fp16"])
-Task = Enum("Task", ["training", "gradient", "forward"])
-Scaling = Enum("Scaling", ["strong", "weak"])
-Effort = Enum("Effort", ["full", "smoke"])
-Compile = Enum("Compile", ["off", "on", "max"])
-MemoryFormat = Enum("MemoryFormat", ["contiguous", "channels_last"])
-Optimizer = Enum("Optimizer", ["sgd"])
-Placement = Enum("Placement", ["device", "host"])
-Fit = Enum("Fit", ["none", "pad", "scale"])
-Fault = Enum(
+# Values are texts: with numbers OmegaConf would take precision=1 for the first member.
+Precision = StrEnum("Precision", ["fp32", "tf32", "bf16", "fp16"])
+Task = StrEnum("Task", ["training", "gradient", "forward"])
+Scaling = StrEnum("Scaling", ["strong", "weak"])
+Effort = StrEnum("Effort", ["full", "smoke"])
+Compile = StrEnum("Compile", ["off", "on", "max"])
+MemoryFormat = StrEnum("MemoryFormat", ["contiguous", "channels_last"])
+Optimizer = StrEnum("Optimizer", ["sgd"])
+Placement = StrEnum("Placement", ["device", "host"])
+Fit = StrEnum("Fit", ["none", "pad", "scale"])
+Fault = StrEnum(
     "Fault",
     "none raise nan_loss hang kill segv exit device_oom host_oom silent stderr truncate grandchild no_sync still unsupported drift",
 )
-FaultPhase = Enum("FaultPhase", ["import", "build", "first_step", "iteration", "block", "train", "evaluate"])
+FaultPhase = StrEnum("FaultPhase", ["import", "build", "first_step", "iteration", "block", "train", "evaluate"])
 
 
 @dataclass
@@ -154,7 +155,8 @@ def register() -> None:
     """Put the schemas into Hydra's store and the resolvers into OmegaConf. Once per process is enough, twice does no harm."""
     store = ConfigStore.instance()
     store.store(name="crosstrain_schema", node=TrainConfig)
-    store.store(group="framework", name="fake_schema", node=FakeFrameworkConfig)
+    # Not in the group `framework`, where --help would list it as something to choose.
+    store.store(name="fake_framework_schema", node=FakeFrameworkConfig)
     # A suffix for folders: two drivers started in the same second must not share one.
     OmegaConf.register_new_resolver("crosstrain.unique", lambda: secrets.token_hex(3), use_cache=True, replace=True)
     # 7 -> 007, so that folders of a sweep sort in the order of its runs.

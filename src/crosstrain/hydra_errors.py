@@ -3,32 +3,116 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from pathlib import Path
+from types import UnionType
+from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
 from omegaconf import DictConfig
+
+from crosstrain import config as schema
+from crosstrain.errors import ConfigError
+
+
+def parse(override: str, config_dirs: Sequence[Path]) -> Override:
+    """One override of the command line or of a study's cell. Raises ConfigError when it is none."""
+    key, equals, value = override.partition("=")
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException:
+        how = f"quote the value: '{key}=\"{value}\"'" if key and value else "must be key=value"
+        raise ConfigError(f"{override}: can not be read; {how}") from None
+    if not parsed.key_or_group:
+        raise ConfigError(f"{override}: must be key=value")
+    options = _groups(config_dirs).get(parsed.key_or_group)
+    if options and not (parsed.is_sweep_override() or parsed.is_delete() or isinstance(parsed.value(), str | dict)):
+        raise ConfigError(f"{override}: must be one option; there is {', '.join(options)}")
+    return parsed
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """What is known of a failed composition."""
+
+    #: the messages of the error and of its causes
+    text: str
+    #: the overrides of the command line
+    arguments: Sequence[str]
+    #: folders with configuration groups, ours last
+    config_dirs: Sequence[Path]
+
+    def find(self, pattern: str) -> str:
+        match = re.search(pattern, self.text)
+        return match[1] if match else ""
+
+    @property
+    def file(self) -> str:
+        """`framework/mine.yaml: ` when a file is to blame, else nothing."""
+        name = self.find(r"In '([^']+)': \w+ raised while composing")
+        return f"{name}.yaml: " if name else ""
+
+    @property
+    def key(self) -> str:
+        """The key to blame, in full."""
+        return self.find(r"full_key: (\S+)") or self.find(r"Could not override '([^']*)'")
+
+    @property
+    def argument(self) -> str:
+        """The override to blame, as the user wrote it; else key=value or the key, as far as the text knows them."""
+        named = self.find(r"Error merging override (.*)")
+        if named:
+            return named
+        for argument in self.arguments if self.key and not self.file else ():
+            given = argument.split("=")[0].lstrip("+~")
+            if f"{given}.".startswith(f"{self.key}.") or self.key.startswith(f"{given}."):
+                return argument
+        value = self.find(r"[Vv]alue:? '([^']*)'")
+        return f"{self.key}={value}" if value else self.key
+
+
+#: Pattern in the text of an error -> the line to show, from the match and the failure. The first that is found counts.
+EXPLANATIONS: list[tuple[str, Callable[[re.Match[str], Failure], str]]] = [
+    (r"(?s)(.*?) *\n.*in \"([^\"]+)\", line (\d+)", lambda m, f: f"{m[2]}, line {m[3]}: can not be read: {_yaml_problem(f.text)}"),
+    (r"Could not (?:find|load) '([^']+)'", lambda m, f: _missing_option(m[1], f)),
+    (r"Could not override '([\w/@]+)'. No match in the defaults list", lambda m, f: _not_in_defaults(m[1], f)),
+    (r"Key '[^']*' (?:is not in struct|not in ')", lambda m, f: _unknown_key(f)),
+    (r"Could not override '", lambda m, f: _unknown_key(f)),
+    (r"Ambiguous value for argument '([^']*)'", lambda m, f: f"{m[1]}: several values make a sweep: add -m"),
+    (r"Sweep parameters '([^']*)' requires --multirun", lambda m, f: f"{m[1]}: several values make a sweep: add -m"),
+    (r"full_key: (hydra\.sweeper\.)?cells|full_key: \d|Cannot merge DictConfig with ListConfig\s+full_key: \n", lambda m, f: _bad_cells(f)),
+    (r"to string.*\n +full_key: study", lambda m, f: f"{f.file}must begin with the line '# @package _global_'"),
+    (
+        r"(?s)(?:[Vv]alue|not Optional|Cannot (?:assign|convert|merge)|Invalid type).*full_key: \S",
+        lambda m, f: f"{f.file}{f.argument}: must be {allowed(f.key)}{_yaml_hint(f)}",
+    ),
+    (r"Could not delete from config\. (.*)", lambda m, f: f"can not delete: {m[1].rstrip('.')}"),
+    (
+        r"^(\S+) appears more than once in the final defaults list",
+        lambda m, f: f"{m[1]}: has a choice already, change it without +: {m[1]}=OPTION",
+    ),
+    (r"Additional config directory '([^']*)' not found", lambda m, f: f"--config-dir {m[1]}: there is no such folder"),
+    (r"Cannot find primary config '([^']*)'", lambda m, f: f"--config-name {m[1]}: there is no such file; leave it out for train"),
+]
 
 
 def one_line(error: BaseException, arguments: Sequence[str], config_dirs: Sequence[Path]) -> str:
-    """One line for an error of composing `arguments` (the command line's overrides)."""
+    """One line for an error of composing `arguments` (the overrides of the command line)."""
     text = "\n".join(str(e) for e in _chain(error))
-    for pattern, explain in (
-        (r"Could not find '([\w/@.-]+)'", lambda m: _missing_option(m[1], config_dirs, arguments)),
-        (r"Key '([^']*)' is not in struct", lambda m: _unknown_key(text, m[1], arguments, config_dirs)),
-        (r"Key '([^']*)' not in '", lambda m: _unknown_key(text, m[1], arguments, config_dirs)),
-        (r"Could not override '([^']*)'", lambda m: _unknown_key(text, m[1], arguments, config_dirs)),
-        (r"Ambiguous value for argument '([^']*)'", lambda m: f"{m[1]}: several values make a sweep: add -m"),
-        (r"Sweep parameters '([^']*)' requires --multirun", lambda m: f"{m[1]}: several values make a sweep: add -m"),
-        (r"Invalid value '([^']*)', expected one of \[([^\]]*)\]", lambda m: _bad_choice(text, m[1], m[2], arguments)),
-        (r"Value '([^']*)'(?: of type '[^']*')? could not be converted to (\w+)", lambda m: _bad_type(text, m[1], m[2], arguments)),
-        (r"no viable alternative at input '([^']*)'", lambda m: f"{_blamed(text, arguments)}: can not be read; quote it: 'key=\"value\"'"),
-    ):
+    failure = Failure(text, arguments, config_dirs)
+    for pattern, explain in EXPLANATIONS:
         match = re.search(pattern, text)
         if match:
-            return explain(match)
-    return " ".join(text.split("\n")[0].split())
+            return explain(match, failure)
+    where = f"{failure.key}: " if failure.key else ""
+    return where + " ".join(text.split("\n")[0].split())
 
 
 def _chain(error: BaseException | None) -> Iterable[BaseException]:
@@ -38,78 +122,131 @@ def _chain(error: BaseException | None) -> Iterable[BaseException]:
 
 
 def closest(name: str, valid: Iterable[str]) -> str:
-    """', did you mean X?' or the list of what is valid."""
+    """`did you mean X?`, or the list of what is valid."""
     valid = sorted(set(valid))
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     return f"did you mean {near[0]}?" if near else f"there is {', '.join(valid)}"
 
 
-def _options(group: str, config_dirs: Sequence[Path]) -> list[str]:
-    return [p.stem for folder in config_dirs for p in (folder / group).glob("*.yaml")]
+# -- a wrong option of a group ---------------------------------------------------------------------------------------------
 
 
-def _missing_option(path: str, config_dirs: Sequence[Path], arguments: Sequence[str]) -> str:
+def _groups(config_dirs: Sequence[Path]) -> dict[str, list[str]]:
+    """The groups and their options."""
+    groups: dict[str, list[str]] = {}
+    for path in [path for folder in config_dirs for path in sorted(folder.glob("*/*.yaml"))]:
+        groups.setdefault(path.parent.name, []).append(path.stem)
+    return groups
+
+
+def _missing_option(path: str, failure: Failure) -> str:
     group, _, option = path.rpartition("/")
-    options = _options(group, config_dirs)
+    # Hydra's own groups are in no folder of ours; its text lists them.
+    listed = re.search(r"Available options in '[^']*':\n((?:\t\S+\n?)+)", failure.text)
+    options = _groups(failure.config_dirs).get(group) or (listed[1].split() if listed else [])
     if not options:
         return f"{path}: there is no such group"
     return f"{group}={option}: unknown; {closest(option, options)}"
 
 
-def _unknown_key(text: str, key: str, arguments: Sequence[str], config_dirs: Sequence[Path]) -> str:
-    match = re.search(r"full_key: (\S+)", text) or re.search(r"Could not override '([^']*)'", text)
-    full = match[1] if match else key
-    argument = _blamed(f"'{full}'", arguments, fallback=full)
-    if argument.startswith("+"):
-        return f"{argument}: unknown"
-    name = argument.split("=")[0]
-    valid = [key for key in _all_keys(arguments, config_dirs) if key.count(".") == name.count(".")]
-    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    # The whole list would be a page; --help has it.
-    return f"{argument}: unknown key; " + (f"did you mean {near[0]}?" if near else "--help lists all keys")
+def _not_in_defaults(key: str, failure: Failure) -> str:
+    argument = failure.argument
+    if key in _groups(failure.config_dirs):
+        return f"{argument}: nothing is chosen there, so it takes a +: +{argument}"
+    return _unknown_key(failure)
+
+
+# -- a wrong key -----------------------------------------------------------------------------------------------------------
+
+
+def _unknown_key(failure: Failure) -> str:
+    if failure.key.startswith("framework.env."):
+        return f"{failure.argument}: a new entry takes a +: +{failure.argument}"
+    argument, key = failure.argument, failure.key
+    which = "" if argument.split("=")[0].lstrip("+~") == key else f" {key}"
+    return f"{failure.file}{argument}: unknown key{which}; {near_key(key, failure.arguments, failure.config_dirs)}"
+
+
+def near_key(name: str, arguments: Sequence[str], config_dirs: Sequence[Path]) -> str:
+    """`did you mean KEY?`: one of the same name elsewhere, or one of a similar name beside it."""
+    parent, _, last = name.rpartition(".")
+    keys = [key.rpartition(".") for key in _all_keys(arguments, config_dirs)]
+    elsewhere = [f"{above}.{key}" for above, _, key in keys if key == last and above not in ("", parent)]
+    if elsewhere:
+        return f"did you mean {elsewhere[0]}?"
+    return near_sibling(name, [key for above, _, key in keys if above == parent])
+
+
+def near_sibling(name: str, siblings: Iterable[str]) -> str:
+    """`did you mean KEY?` with one of `siblings` (last parts), or where all keys are listed (the list itself would be a page)."""
+    parent, dot, last = name.rpartition(".")
+    near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
+    return f"did you mean {parent}{dot}{near[0]}?" if near else "--cfg job shows all keys"
 
 
 def _all_keys(arguments: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
     """Every key a user may give: those of the default configuration, and of the options chosen beside the wrong key."""
     from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
 
-    ours = str(config_dirs[-1])
-    groups = [path.name for path in config_dirs[-1].iterdir() if path.is_dir() and path.name != "hydra"]
-    chosen = [a for a in arguments if a.split("=")[0] in groups and "," not in a]
-    for overrides in (chosen, []):
-        with contextlib.suppress(HydraException), initialize_config_dir(version_base="1.3", config_dir=ours):
-            return [*_keys(compose("train", overrides=list(overrides)), ""), *groups]
+    *theirs, ours = config_dirs
+    groups = list(_groups(config_dirs))
+    chosen = [a for a in arguments if a.split("=")[0].lstrip("+") in groups and "," not in a]
+    searchpath = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in theirs)}]"] if theirs else []
+    for overrides in ([*searchpath, *chosen], []):
+        with contextlib.suppress(HydraException, ValueError), initialize_config_dir(version_base="1.3", config_dir=str(ours)):
+            return [*_keys(compose("train", overrides=overrides), ""), *groups]
     return groups
 
 
 def _keys(config: DictConfig, prefix: str) -> Iterable[str]:
-    for key in config:
-        name = f"{prefix}{key}"
+    for key in map(str, config):
+        name = prefix + key
         yield name
         value = config._get_node(key)
         if isinstance(value, DictConfig) and not value._is_none() and not value._is_missing():
             yield from _keys(value, name + ".")
 
 
-def _full_key(text: str) -> str:
-    match = re.search(r"full_key: (\S+)", text)
-    return match[1] if match else ""
+# -- a wrong value ---------------------------------------------------------------------------------------------------------
 
 
-def _blamed(text: str, arguments: Sequence[str], fallback: str = "") -> str:
-    """The override that an error text speaks of: the argument whose key or whole text occurs in it."""
-    for argument in arguments:
-        key = argument.lstrip("+~").split("=")[0]
-        if f"'{argument}'" in text or f"'{key}'" in text:
-            return argument
-    return fallback or (arguments[0] if len(arguments) == 1 else " ".join(arguments))
+WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-def _bad_choice(text: str, value: str, allowed: str, arguments: Sequence[str]) -> str:
-    return f"{_full_key(text)}={value}: must be one of {allowed}"
+def allowed(key: str) -> str:
+    """What the schema allows for a key such as `framework.compile`, in words."""
+    kind: Any = schema.TrainConfig
+    for part in key.split("."):
+        if kind is schema.FrameworkConfig:
+            kind = schema.FakeFrameworkConfig  # it has the keys of all frameworks
+        fields = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+        if part not in fields:
+            return "a text" if typing.get_args(kind) == (str, str) else "something else"
+        kind = fields[part]
+    optional = isinstance(kind, UnionType)
+    if optional:
+        kind = typing.get_args(kind)[0]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        words = "one of " + ", ".join(kind.__members__)
+    elif typing.get_origin(kind) is dict:
+        words = "a mapping, {NAME: value}"
+    elif dataclasses.is_dataclass(kind):
+        words = "a mapping with the keys " + ", ".join(field.name for field in dataclasses.fields(kind))
+    else:
+        words = WORDS.get(kind, "something else")
+    return words + (" or null" if optional else "")
 
 
-def _bad_type(text: str, value: str, kind: str, arguments: Sequence[str]) -> str:
-    words = {"Integer": "a whole number", "Float": "a number", "Bool": "true or false"}
-    return f"{_full_key(text)}={value}: must be {words.get(kind, kind)}"
+def _yaml_hint(failure: Failure) -> str:
+    """YAML reads an unquoted off as the boolean false."""
+    if failure.file and failure.find(r"Invalid value '(True|False)'"):
+        return " (YAML reads on and off as booleans: write them in quotes, 'off')"
+    return ""
+
+
+def _yaml_problem(text: str) -> str:
+    return ", ".join(line.strip() for line in text.splitlines() if not line.startswith("  "))
+
+
+def _bad_cells(failure: Failure) -> str:
+    return f'{failure.file}hydra.sweeper.cells: must be a list of mappings, [{{network: lenet, batch_size: "64,128"}}, …]'

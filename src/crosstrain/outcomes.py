@@ -107,8 +107,10 @@ def read(folder: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in source if line.strip()]
 
 
-def row(name: str, outcome: Outcome, strict: bool, metrics: dict[str, float], run_id: str, folder: Path) -> dict[str, Any]:
-    """What outcomes.jsonl keeps of a run."""
+def row(
+    name: str, outcome: Outcome, strict: bool, metrics: dict[str, float], run_id: str, folder: Path, overrides: list[str]
+) -> dict[str, Any]:
+    """What outcomes.jsonl keeps of a run. `overrides`: those that made it."""
     shown = {key: metrics.get(key) for key in ("step_ms", "step_ms_low", "step_ms_high", "samples_per_s", "accuracy")}
     fields = {key: value for key, value in asdict(outcome).items() if key not in ("name", "stderr")}
     return {
@@ -119,4 +121,5 @@ def row(name: str, outcome: Outcome, strict: bool, metrics: dict[str, float], ru
         **shown,
         "mlflow_run_id": run_id,
         "folder": str(folder),
+        "overrides": overrides,
     }

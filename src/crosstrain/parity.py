@@ -43,6 +43,9 @@ TOLERANCES = {"4": 1e-4, "5": 1e-4, "gradient": 1e-4, "6": 1e-4, "7": 1e-3, "8":
 UPDATE_TOLERANCE = 1e-3
 #: how far a parameter or state that starts as a constant lies around it on the ladder, where 0 and 1 would hide mistakes
 SPREAD = 0.25
+#: part of the loss that the ladder's first step takes away, and the largest learning rate it uses for that
+LOSS_STEP = 0.05
+MOST_LEARNING_RATE = 0.05
 
 
 def ladder_run_json(
@@ -151,9 +154,12 @@ def compare(spec: Spec, run: Mapping[str, Any], arrays: Mapping[str, Array], ver
 def _optimizer(spec: Spec, run: Mapping[str, Any]) -> dict[str, Any]:
     """Every part of the SGD form at work: decay strong enough to be seen, and clipping that halves the first gradient."""
     reference, batches = _reference(spec, run, None)
-    _, gradients = reference.gradients(*batches[0])
+    loss, gradients = reference.gradients(*batches[0])[:2]
     norm = float(np.sqrt(sum(float(np.vdot(g, g)) for g in gradients.values())))
-    return {"name": "sgd", "learning_rate": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "clip_norm": 0.5 * norm}
+    # To first order the clipped first step takes LOSS_STEP of the loss away. With larger ones some networks diverge and then die
+    # (no active ReLU left): float32 follows the way there only by luck, and the loss says nothing any more.
+    learning_rate = min(MOST_LEARNING_RATE, LOSS_STEP * loss / (0.5 * norm**2))
+    return {"name": "sgd", "learning_rate": learning_rate, "momentum": 0.9, "weight_decay": 1e-2, "clip_norm": 0.5 * norm}
 
 
 def _reference(

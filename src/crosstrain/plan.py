@@ -11,29 +11,29 @@ from crosstrain.errors import OutcomeError
 from crosstrain.runspec import RunSpec
 
 
-def show(specs: Sequence[RunSpec]) -> None:
-    """Print one row per cell: what it is, the expected outcome, about how long, how much disk; then the sums."""
+def show(specs: Sequence[RunSpec], overrides: list[list[str]]) -> None:
+    """Print one row per cell (`overrides`: those of each): the expected outcome, about how long, how much disk; then the sums."""
+    differences = progress.swept([spec.name for spec in specs], overrides)
     table = Table(title=f"{len(specs)} cell{'s' if len(specs) != 1 else ''}", title_justify="left")
-    for column in ("cell", "batch", "precision", "task", "expected", "time", "new disk"):
-        table.add_column(column, overflow="fold", no_wrap=column == "cell")
+    for column in ("cell", *(["swept"] if differences else []), "batch", "expected", "time", "new disk"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("batch", "time", "new disk"))
     low_s = high_s = 0.0
     disk_mb = 0.0
-    missing: set[str] = set()
-    for number, spec in enumerate(specs, 1):
+    seen: set[str] = set()
+    for number, spec in enumerate(specs):
         expected, low, high = expectation(spec)
         low_s, high_s = low_s + low, high_s + high
-        new_mb, new_environment = new_disk_mb(spec, missing)
+        new_mb, new_environment = new_disk_mb(spec, seen) if high else (0.0, "")
         disk_mb += new_mb
         table.add_row(
-            f"{number}. {spec.name}",
+            f"{number + 1}. {spec.name}",
+            *([differences[number]] if differences else []),
             str(spec.batch_size),
-            spec.precision,
-            spec.task,
-            expected + (f"; makes environment {new_environment}" if new_environment else ""),
+            expected + (f"; makes the environment {new_environment}" if new_environment else ""),
             f"{progress.duration(low)} - {progress.duration(high)}" if high else "-",
             f"{new_mb:.0f} MB" if new_mb else "-",
         )
-    progress.console.print(table)
+    progress.print_table(table)
     progress.say(
         f"in all {progress.duration(low_s)} to {progress.duration(high_s)} of measuring (epochs and first builds of environments "
         f"come on top), {disk_mb:.0f} MB of new files; nothing was started"

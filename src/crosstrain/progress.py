@@ -113,20 +113,35 @@ def result_line(row: dict[str, Any]) -> str:
     return text + (f" - {row['reason']}" if row["reason"] else "")
 
 
+def swept(names: list[str], overrides: list[list[str]]) -> list[str]:
+    """What tells cells apart whose names do not: of each cell's overrides those that not all have. [] where names are enough."""
+    if len(set(names)) == len(names):
+        return []
+    common = set.intersection(*map(set, overrides))
+    return [" ".join(override for override in cell if override not in common) for cell in overrides]
+
+
+def print_table(table: Table) -> None:
+    """In a file or a pipe as wide as it is, on a terminal folded."""
+    console.print(table, width=None if console.is_terminal else 250)
+
+
 def show_table(rows: list[dict[str, Any]], folder: Path) -> None:
     """The runs of this command, then where to see them."""
     from crosstrain import run
 
+    differences = swept([row["run"] for row in rows], [row["overrides"] for row in rows])
     table = Table(title=f"{len(rows)} runs" if len(rows) != 1 else None, title_justify="left")
-    for name in ("run", "outcome"):
+    for name in ("run", "swept", "outcome") if differences else ("run", "outcome"):
         table.add_column(name, overflow="fold")
     for name in ("step_ms", "95 % interval", "samples/s", "accuracy"):
         table.add_column(name, justify="right")
-    for row in rows:
+    for number_, row in enumerate(rows):
         interval = f"{number(row['step_ms_low'])} - {number(row['step_ms_high'])}" if row["step_ms_low"] is not None else ""
         accuracy = f"{100 * row['accuracy']:.2f} %" if row["accuracy"] is not None else ""
-        table.add_row(row["run"], row["outcome"], number(row["step_ms"]), interval, number(row["samples_per_s"]), accuracy)
-    console.print(table)
+        name = [row["run"], differences[number_]] if differences else [row["run"]]
+        table.add_row(*name, row["outcome"], number(row["step_ms"]), interval, number(row["samples_per_s"]), accuracy)
+    print_table(table)
     say(f"files: {folder}")
     for line in run.ui_lines():
         say(line)

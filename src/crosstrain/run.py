@@ -85,7 +85,7 @@ def run(config: DictConfig) -> float:
     except ConfigError as error:  # only under a sweeper that does not check first
         progress.say(f"error: {error}")
         outcome = Outcome("crashed", "", str(error))
-        outcomes.append(sweep_folder, outcomes.row("", outcome, False, {}, "", folder))
+        outcomes.append(sweep_folder, outcomes.row("", outcome, False, {}, "", folder, list(hydra.overrides.task)))
         return math.inf
     state = State(spec, folder, sweep_folder.name, " ".join(hydra.overrides.task))
     stopped: KeyboardInterrupt | None = None
@@ -204,7 +204,7 @@ def close(state: State, outcome: Outcome, sweep_folder: Path) -> dict[str, Any]:
     except TrackingError as error:
         log.exception("tracking failed")
         progress.say(f"  not tracked: {error} (everything is in {state.folder})")
-    row = outcomes.row(spec.name, outcome, strict, metrics, state.mlflow_run_id, state.folder)
+    row = outcomes.row(spec.name, outcome, strict, metrics, state.mlflow_run_id, state.folder, list(HydraConfig.get().overrides.task))
     row["reason"] = outcome.reason
     outcomes.append(sweep_folder, row)
     progress.sweep.done += 1

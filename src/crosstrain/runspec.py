@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from crosstrain import networks, paths
+from crosstrain import config as schema
+from crosstrain import hydra_errors, networks, paths
 from crosstrain.errors import ConfigError
 from crosstrain.networks.spec import Spec
 
@@ -82,7 +83,27 @@ def _positive(value: Any) -> bool:
     return value > 0 and math.isfinite(value)
 
 
+def _one_of(*names: str) -> tuple[Callable[[Any], bool], str]:
+    return (lambda v: v in names), f"one of {', '.join(names)}"
+
+
+def _frameworks() -> list[str]:
+    return sorted(path.stem.removeprefix("on_") for path in (paths.worker_dir() / "frameworks").glob("on_*.py"))
+
+
+#: a part of a folder's name
+NAME = (lambda v: re.fullmatch(r"\w[\w.+-]*", str(v)) is not None), "a name of letters, digits and . _ + -"
+
 CHECKS: list[Check] = [
+    ("framework.name", *_one_of(*_frameworks())),
+    ("framework.env", lambda v: all(isinstance(value, str) for value in v.values()), "a mapping of names to texts"),
+    ("network.name", *NAME),
+    ("data.name", *NAME),
+    ("device.name", *_one_of("auto", "cpu", "gpu")),
+    ("parallelism.name", *_one_of("native", "horovod")),
+    ("launcher.name", *_one_of("local")),
+    ("tracking.name", *_one_of("mlflow")),
+    ("optimizer", *_one_of(*schema.Optimizer.__members__)),
     ("gpus", lambda v: v != 0, "a number of GPUs >= 1; for the CPU say device=cpu"),
     ("gpus", lambda v: v >= 1, "a number of GPUs >= 1"),
     ("replicas", lambda v: v >= 1, "a number >= 1"),
@@ -91,6 +112,7 @@ CHECKS: list[Check] = [
     ("epochs", lambda v: v >= 0, "a number >= 0 (0 = timing only)"),
     ("learning_rate", _positive, "a number > 0"),
     ("momentum", lambda v: 0 <= v < 1, "a number in [0, 1)"),
+    ("clip_norm", _positive, "a number > 0"),  # of network.recommended only
     ("weight_decay", lambda v: v >= 0 and math.isfinite(v), "a number >= 0"),
     ("seed", lambda v: 0 <= v < 2**32, "a number in [0, 2^32)"),
     ("repeat", lambda v: v >= 1, "a number >= 1"),
@@ -98,6 +120,7 @@ CHECKS: list[Check] = [
     ("timeout_s", _positive, "seconds > 0"),
     ("data.samples", lambda v: v >= 1, "a number >= 1"),
     ("framework.step_ms", lambda v: 0 <= v < 1e6, "milliseconds in [0, 1e6)"),
+    ("framework.fault_rank", lambda v: v >= 0, "a number >= 0"),
     ("framework.fault_iteration", lambda v: v >= 0, "a number >= 0"),
     ("measure.min_s", lambda v: 0 <= v and math.isfinite(v), "seconds >= 0"),
     ("measure.max_s", _positive, "seconds > 0"),
@@ -117,6 +140,8 @@ CHECKS: list[Check] = [
 
 def from_config(config: DictConfig) -> RunSpec:
     """Check a composed configuration and resolve it. Raises ConfigError with one line."""
+    _check_keys(config)
+    _check_recommended(config.network)
     for key, good, allowed in CHECKS:
         value = OmegaConf.select(config, key)
         if value is not None and not good(value):
@@ -158,6 +183,40 @@ def from_config(config: DictConfig) -> RunSpec:
     return spec
 
 
+def _check_keys(config: DictConfig, prefix: str = "") -> None:
+    """Hydra refuses keys that are not in the schema, but not those added with +, nor does it miss those deleted with ~."""
+    kind = OmegaConf.get_type(config)
+    assert kind is not None
+    known = [field.name for field in fields(kind)]
+    for key in map(str, config):
+        if key not in known and prefix + key != "hydra":
+            raise ConfigError(f"{prefix}{key}: unknown key; {hydra_errors.near_sibling(prefix + key, known)}")
+    for key in known:
+        if key not in config or OmegaConf.is_missing(config, key):
+            raise ConfigError(f"{prefix}{key}: is missing")
+        node = config._get_node(key)
+        if isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node)):
+            _check_keys(node, f"{prefix}{key}.")
+
+
+def _check_recommended(network: DictConfig) -> None:
+    """What a network recommends has no schema; its values may be those of the root keys."""
+    recommended = network.get("recommended") or {}
+    checks = {key: (good, allowed) for key, good, allowed in CHECKS if key in RECOMMENDED}
+    for key, value in recommended.items():
+        where = f"network.recommended.{key}"
+        if key not in RECOMMENDED:
+            raise ConfigError(f"{where}: unknown key; {hydra_errors.closest(key, RECOMMENDED)}")
+        good, allowed = checks.get(key, (lambda v: isinstance(v, str), "a name"))
+        try:
+            fine = value is None or good(value)
+        except TypeError:
+            fine = False
+        if not fine:
+            raise ConfigError(f"{where}={value}: must be {allowed}")
+
+
+RECOMMENDED = "batch_size data epochs optimizer learning_rate momentum weight_decay clip_norm".split()
 COPIED = (
     "task gpus replicas threads scaling precision seed repeat target_accuracy timeout_s skip_finished effort".split()
 )

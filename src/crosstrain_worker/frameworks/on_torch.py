@@ -65,7 +65,7 @@ class Framework(Base):
         self.deviations = {}
         for op in self.spec["ops"]:
             if op["op"] == "batch_norm" and op["variance"] != "unbiased":
-                self.deviations[op["name"]] = "running variance is unbiased (n/(n-1)), the spec's is %s" % op["variance"]
+                self.deviations[op["name"]] = "running variance is unbiased, the spec's is %s" % op["variance"]
             if op["op"] == "lstm":
                 self.deviations[op["name"]] = "has a second bias (bias_hh): 0, frozen, not counted"
 
@@ -193,11 +193,18 @@ class Framework(Base):
             fused=True if self.gpu else None,
         )
         self.clip_norm = wanted["clip_norm"]
-        self.scaler = self.new_scaler()
+        self.forget()
 
-    def new_scaler(self):
-        """Loss scaling for fp16; the loss that is reported is not scaled."""
-        return torch.amp.GradScaler("cuda") if self.run["precision"] == "fp16" else None
+    def forget(self):
+        """The optimiser's state as it is before the first step; for fp16 also that of the loss scaling."""
+        self.optimizer.state.clear()
+        self.scaler = None
+        if self.run["precision"] == "fp16":
+            self.scaler = torch.amp.GradScaler("cuda")
+            # When the scaler skips the first step (usual: it tries a large scale first), fused SGD leaves the momentum
+            # buffers that it has just allocated unwritten, and reads them in the second: write the zeros here.
+            for parameter in self.parameters if self.run["optimizer"]["momentum"] else ():
+                self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     def load(self, arrays):
         if set(arrays) != set(self.tensors):
@@ -209,8 +216,7 @@ class Framework(Base):
                     raise ValueError("torch: %s has shape %s, not %s" % (name, tuple(tensor.shape), tuple(array.shape)))
                 tensor.copy_(torch.from_numpy(writable(array)))
         self.optimizer.zero_grad(set_to_none=True)
-        self.optimizer.state.clear()
-        self.scaler = self.new_scaler()
+        self.forget()
         # the same dropout masks after every load
         torch.manual_seed(self.run["seed"])
 

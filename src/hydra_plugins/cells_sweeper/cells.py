@@ -14,10 +14,10 @@ from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from crosstrain import app
+from crosstrain import app, hydra_errors, runspec
 
 
 @dataclass
@@ -46,8 +46,9 @@ class CellsSweeper(BasicSweeper):
         assert self.config is not None and self.launcher is not None and self.hydra_context is not None
         batch = self.expand(arguments)
         loader = self.hydra_context.config_loader
-        app.before_first_run([loader.load_sweep_config(self.config, list(overrides)) for overrides in batch])
+        configs = [loader.load_sweep_config(self.config, list(overrides)) for overrides in batch]
         folder = Path(self.config.hydra.sweep.dir)
+        app.before_first_run(configs, str(folder))
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
         results = self.launcher.launch(batch, initial_job_idx=0)
@@ -56,14 +57,22 @@ class CellsSweeper(BasicSweeper):
         return results
 
     def expand(self, arguments: list[str]) -> list[list[str]]:
-        """The overrides of every cell, in order, without doubles."""
-        assert self.hydra_context is not None
-        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        given = parser.parse_overrides(self._parse_config() + arguments)
+        """The overrides of every cell, in order. Cells that only a value of the command line made equal are one."""
+        given = [_parse(override) for override in [*self._parse_config(), *arguments]]
         keys = {override.get_key_element().lstrip("+~") for override in given}
-        rows: dict[tuple[str, ...], None] = {}
+        rows: list[list[str]] = []
+        owners: dict[tuple[str, ...], dict[str, Any]] = {}
         for cell in self.cells or [{}]:
-            own = [f"{key}={value}" for key, value in cell.items() if key not in keys]
-            for row in self.split_arguments(given + parser.parse_overrides(own), None)[0]:
-                rows[tuple(row)] = None
-        return [list(row) for row in rows]
+            own = [_parse(f"{key}={_text(value)}") for key, value in cell.items() if key not in keys]
+            for row in self.split_arguments([*given, *own], None)[0]:
+                if owners.setdefault(tuple(sorted(row)), cell) == cell:
+                    rows.append(row)
+        return rows
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def _parse(override: str) -> Override:
+    return hydra_errors.parse(override, runspec.config_dirs)
