@@ -412,7 +412,8 @@ def test_a_users_own_interpreter_must_have_numpy_and_the_framework(
     assert environments.find_or_make("tiny", "gpu", python, None, print) == found  # no lock for gpu needed
     write_wheel(place.wheels, "tiny_dist", "1.0.0+cu1")
     install("tiny_dist-1.0.0+cu1-py3-none-any.whl")
-    assert environments.find_or_make("tiny", "cpu", python, "1.0.0", print) == found
+    upgraded = environments.find_or_make("tiny", "cpu", python, "1.0.0", print)
+    assert (upgraded.python, upgraded.key) == (found.python, f"{python} 1.0.0+cu1")
     assert "1.0.0+cu1, not framework.version=2.0.0" in refused("tiny", "cpu", python, "2.0.0").message
     assert f"framework.python={python}" in refused("tiny", "cpu", str(own), None).hint
     assert "no program" in refused("tiny", "cpu", "no-such-python", None).message

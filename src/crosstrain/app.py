@@ -1,4 +1,4 @@
-"""What happens around the runs of one command: Hydra's start, the checks before the first run, errors as one line, the exit code."""
+"""What happens around the runs of one command: Hydra's start, checks before the first run, errors as one line, the exit code."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _failed(error: BaseException, arguments: Sequence[str], verbose: bool) -> in
 
 
 def _prepare(arguments: Sequence[str], config_dir: Path) -> list[str]:
-    """Schemas, resolvers, folders of groups; the arguments in the order Hydra wants. Raises ConfigError for what can not be read."""
+    """Register schemas and folders of groups. Returns the arguments in the order Hydra wants. Raises ConfigError."""
     from hydra._internal.utils import get_args_parser
 
     from crosstrain import hydra_errors
@@ -175,7 +175,7 @@ def _check_writable(folder: Path) -> None:
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
-        raise ConfigError(f"the output folder {folder} can not be made: {error.strerror} (hydra.run.dir, hydra.sweep.dir)") from error
+        raise ConfigError(f"the output folder {folder} can not be made: {error.strerror}") from error
 
 
 def finish() -> int:

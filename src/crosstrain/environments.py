@@ -72,8 +72,8 @@ def find_or_make(framework: str, accelerator: str, python: str | None, version: 
         return Environment(Path(sys.executable), "driver", managed=False, isolated=False)
     if python:
         module, distribution = locks.describe(framework, accelerator)
-        own = interpreters.check_own(python, module, distribution, version)
-        return Environment(own, str(own), managed=False, isolated=False)
+        own, installed = interpreters.check_own(python, module, distribution, version)
+        return Environment(own, f"{own} {installed}".strip(), managed=False, isolated=False)
     return make(framework, accelerator, version, report)
 
 

@@ -24,7 +24,7 @@ from crosstrain.errors import ConfigError
 
 def parse(override: str, config_dirs: Sequence[Path]) -> Override:
     """One override of the command line or of a study's cell. Raises ConfigError when it is none."""
-    key, equals, value = override.partition("=")
+    key, _, value = override.partition("=")
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
@@ -87,7 +87,7 @@ EXPLANATIONS: list[tuple[str, Callable[[re.Match[str], Failure], str]]] = [
     (r"Could not override '", lambda m, f: _unknown_key(f)),
     (r"Ambiguous value for argument '([^']*)'", lambda m, f: f"{m[1]}: several values make a sweep: add -m"),
     (r"Sweep parameters '([^']*)' requires --multirun", lambda m, f: f"{m[1]}: several values make a sweep: add -m"),
-    (r"full_key: (hydra\.sweeper\.)?cells|full_key: \d|Cannot merge DictConfig with ListConfig\s+full_key: \n", lambda m, f: _bad_cells(f)),
+    (r"full_key: \d|Cannot merge DictConfig with ListConfig\s+full_key: \n", lambda m, f: _bad_cells(f)),
     (r"to string.*\n +full_key: study", lambda m, f: f"{f.file}must begin with the line '# @package _global_'"),
     (
         r"(?s)(?:[Vv]alue|not Optional|Cannot (?:assign|convert|merge)|Invalid type).*full_key: \S",

@@ -148,8 +148,9 @@ def find_python(version: str, report: Callable[[str], None]) -> Path:
 
 
 @functools.cache
-def check_own(python: str, module: str, distribution: str, version: str | None) -> Path:
-    """The user's interpreter (a path or a command on PATH), once it is known to have numpy and the framework's `module`.
+def check_own(python: str, module: str, distribution: str, version: str | None) -> tuple[Path, str]:
+    """The user's interpreter (a path or a command on PATH), once it is known to have numpy and the framework's `module`; and the
+    installed version of `distribution`, "" where the interpreter can not tell it.
 
     Nothing is imported in it, so this takes about 0.1 s; good answers are kept for the life of the process. `version` is
     compared with that of the installed `distribution` where the interpreter can tell it (Python >= 3.8).
@@ -182,5 +183,5 @@ def check_own(python: str, module: str, distribution: str, version: str | None) 
             "leave one of the two out",
         )
     if path.parent.name == "shims" and answer["executable"]:
-        return Path(answer["executable"])  # pyenv's shim chooses by variables that a worker does not get
-    return path
+        path = Path(answer["executable"])  # pyenv's shim chooses by variables that a worker does not get
+    return path, installed or ""

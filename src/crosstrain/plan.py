@@ -33,7 +33,7 @@ def show(specs: Sequence[RunSpec], overrides: list[list[str]]) -> None:
             f"{progress.duration(low)} - {progress.duration(high)}" if high else "-",
             f"{new_mb:.0f} MB" if new_mb else "-",
         )
-    progress.print_table(table)
+    progress.console.print(table)
     progress.say(
         f"in all {progress.duration(low_s)} to {progress.duration(high_s)} of measuring (epochs and first builds of environments "
         f"come on top), {disk_mb:.0f} MB of new files; nothing was started"
@@ -41,9 +41,14 @@ def show(specs: Sequence[RunSpec], overrides: list[list[str]]) -> None:
 
 
 def expectation(spec: RunSpec) -> tuple[str, float, float]:
-    """(expected outcome with its reason, least and most seconds of measuring)."""
+    """(expected outcome with its reason, least and most seconds of measuring). Data and limits of the framework show in the run only."""
+    framework = spec.framework
     try:
-        prepare.choose_place(spec)
+        place = prepare.choose_place(spec)
+        if framework["python"]:  # a given interpreter is only looked at, nothing is made
+            environments.find_or_make(framework["name"], place.kind, framework["python"], framework["version"], progress.say)
+        else:
+            environments.environment_key(framework["name"], place.kind, framework["version"])
     except OutcomeError as error:
         return f"{error.outcome}: {error.message}", 0.0, 0.0
     low, high = float(spec.measure["min_s"]), float(spec.measure["max_s"])
@@ -51,16 +56,17 @@ def expectation(spec: RunSpec) -> tuple[str, float, float]:
 
 
 def new_disk_mb(spec: RunSpec, seen: set[str]) -> tuple[float, str]:
-    """(MB of weights and journals this cell adds, name of the environment that must be made first or "")."""
+    """(MB of initial weights this cell adds, name of the environment that must be made first or "").
+
+    `seen` keeps what earlier cells add. For a cell that `expectation` lets run; raises OutcomeError otherwise.
+    """
     weights = f"weights {spec.network.key()} {spec.seed}"
     megabytes = 0.0 if weights in seen else 4e-6 * spec.network.parameter_count
     seen.add(weights)
-    try:
-        if spec.framework["python"]:
-            return megabytes, ""
-        key = environments.environment_key(spec.framework["name"], "gpu" if spec.gpus else "cpu", spec.framework["version"])
-    except OutcomeError:
+    if spec.framework["python"]:
         return megabytes, ""
+    accelerator = prepare.choose_place(spec).kind
+    key = environments.environment_key(spec.framework["name"], accelerator, spec.framework["version"])
     if key in seen or any(cached.key == key and cached.state == "ready" for cached in environments.list_environments()):
         return megabytes, ""
     seen.add(key)

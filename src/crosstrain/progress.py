@@ -16,6 +16,8 @@ from rich.text import Text
 PLAIN_EVERY_S = 10.0
 
 console = Console(highlight=False, soft_wrap=True)
+if not console.is_terminal:
+    console.width = 250  # a file or a pipe has no width at which a table must fold
 
 
 def say(text: str) -> None:
@@ -114,16 +116,13 @@ def result_line(row: dict[str, Any]) -> str:
 
 
 def swept(names: list[str], overrides: list[list[str]]) -> list[str]:
-    """What tells cells apart whose names do not: of each cell's overrides those that not all have. [] where names are enough."""
-    if len(set(names)) == len(names):
+    """What tells cells of the same name apart: each one's overrides that not all of that name have. [] where names are enough."""
+    common: dict[str, set[str]] = {}
+    for name, cell in zip(names, overrides, strict=True):
+        common[name] = common.get(name, set(cell)) & set(cell)
+    if len(common) == len(names):
         return []
-    common = set.intersection(*map(set, overrides))
-    return [" ".join(override for override in cell if override not in common) for cell in overrides]
-
-
-def print_table(table: Table) -> None:
-    """In a file or a pipe as wide as it is, on a terminal folded."""
-    console.print(table, width=None if console.is_terminal else 250)
+    return [" ".join(o for o in cell if o not in common[name]) for name, cell in zip(names, overrides, strict=True)]
 
 
 def show_table(rows: list[dict[str, Any]], folder: Path) -> None:
@@ -136,12 +135,12 @@ def show_table(rows: list[dict[str, Any]], folder: Path) -> None:
         table.add_column(name, overflow="fold")
     for name in ("step_ms", "95 % interval", "samples/s", "accuracy"):
         table.add_column(name, justify="right")
-    for number_, row in enumerate(rows):
+    for index, row in enumerate(rows):
         interval = f"{number(row['step_ms_low'])} - {number(row['step_ms_high'])}" if row["step_ms_low"] is not None else ""
         accuracy = f"{100 * row['accuracy']:.2f} %" if row["accuracy"] is not None else ""
-        name = [row["run"], differences[number_]] if differences else [row["run"]]
-        table.add_row(*name, row["outcome"], number(row["step_ms"]), interval, number(row["samples_per_s"]), accuracy)
-    print_table(table)
+        what = [row["run"], differences[index]] if differences else [row["run"]]
+        table.add_row(*what, row["outcome"], number(row["step_ms"]), interval, number(row["samples_per_s"]), accuracy)
+    console.print(table)
     say(f"files: {folder}")
     for line in run.ui_lines():
         say(line)

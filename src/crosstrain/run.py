@@ -204,7 +204,8 @@ def close(state: State, outcome: Outcome, sweep_folder: Path) -> dict[str, Any]:
     except TrackingError as error:
         log.exception("tracking failed")
         progress.say(f"  not tracked: {error} (everything is in {state.folder})")
-    row = outcomes.row(spec.name, outcome, strict, metrics, state.mlflow_run_id, state.folder, list(HydraConfig.get().overrides.task))
+    overrides = list(HydraConfig.get().overrides.task)
+    row = outcomes.row(spec.name, outcome, strict, metrics, state.mlflow_run_id, state.folder, overrides)
     row["reason"] = outcome.reason
     outcomes.append(sweep_folder, row)
     progress.sweep.done += 1

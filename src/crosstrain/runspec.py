@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from crosstrain import config as schema
+from crosstrain import data as data_sets
 from crosstrain import hydra_errors, networks, paths
 from crosstrain.errors import ConfigError
 from crosstrain.networks.spec import Spec
@@ -108,7 +109,7 @@ CHECKS: list[Check] = [
     ("gpus", lambda v: v >= 1, "a number of GPUs >= 1"),
     ("replicas", lambda v: v >= 1, "a number >= 1"),
     ("threads", lambda v: v >= 1, "a number >= 1"),
-    ("batch_size", lambda v: v == "max" or (isinstance(v, int) and not isinstance(v, bool) and v >= 1), "a whole number >= 1, or max"),
+    ("batch_size", lambda v: v == "max" or (type(v) is int and v >= 1), "a whole number >= 1, or max"),
     ("epochs", lambda v: v >= 0, "a number >= 0 (0 = timing only)"),
     ("learning_rate", _positive, "a number > 0"),
     ("momentum", lambda v: 0 <= v < 1, "a number in [0, 1)"),
@@ -122,7 +123,7 @@ CHECKS: list[Check] = [
     ("framework.step_ms", lambda v: 0 <= v < 1e6, "milliseconds in [0, 1e6)"),
     ("framework.fault_rank", lambda v: v >= 0, "a number >= 0"),
     ("framework.fault_iteration", lambda v: v >= 0, "a number >= 0"),
-    ("measure.min_s", lambda v: 0 <= v and math.isfinite(v), "seconds >= 0"),
+    ("measure.min_s", lambda v: v >= 0 and math.isfinite(v), "seconds >= 0"),
     ("measure.max_s", _positive, "seconds > 0"),
     ("measure.window", lambda v: v >= 5, "a number >= 5"),
     ("measure.min_iterations", lambda v: v >= 1, "a number >= 1"),
@@ -150,6 +151,7 @@ def from_config(config: DictConfig) -> RunSpec:
     network = networks.build(plain["network"])
     recommended = plain["network"].get("recommended") or {}
     data = _data(plain["data"], recommended)
+    data_sets.check(data)
     measure = plain["measure"]
     epochs = plain["epochs"]
     if epochs is None:
@@ -216,10 +218,10 @@ def _check_recommended(network: DictConfig) -> None:
             raise ConfigError(f"{where}={value}: must be {allowed}")
 
 
-RECOMMENDED = "batch_size data epochs optimizer learning_rate momentum weight_decay clip_norm".split()
-COPIED = (
-    "task gpus replicas threads scaling precision seed repeat target_accuracy timeout_s skip_finished effort".split()
-)
+RECOMMENDED = ["batch_size", "data", "epochs", "optimizer", "learning_rate", "momentum", "weight_decay", "clip_norm"]
+#: keys of the configuration that a RunSpec takes as they are
+COPIED = ["task", "gpus", "replicas", "threads", "scaling", "precision", "seed", "repeat", "target_accuracy", "timeout_s",
+          "skip_finished", "effort"]  # fmt: skip
 OPTIMIZER_DEFAULTS = {"learning_rate": 0.01, "momentum": 0.0, "weight_decay": 0.0}
 
 
@@ -243,13 +245,16 @@ def _load(group: str, name: str) -> DictConfig:
             loaded = OmegaConf.load(path)
             assert isinstance(loaded, DictConfig)
             return loaded
-    raise ConfigError(f"network.recommended.{group}={name}: there is no conf/{group}/{name}.yaml")
+    names = [path.stem for folder in config_dirs for path in (folder / group).glob("*.yaml")]
+    raise ConfigError(f"network.recommended.{group}={name}: unknown; {hydra_errors.closest(name, names)}")
 
 
 def _data(data: dict[str, Any], recommended: Mapping[str, Any]) -> dict[str, Any]:
     """The data group, `auto` replaced by the network's recommendation (what was given beside `auto` still counts)."""
     if data["name"] != "auto":
         return data
+    if data["_target_"] is not None:
+        raise ConfigError(f"data._target_={data['_target_']}: data=auto takes what the network recommends; choose data=NAME")
     chosen = _plain(_load("data", recommended.get("data", "synthetic")))
     given = {key: data[key] for key in ("placement", "samples") if data[key] is not None}
     if data["fit"] != "none":
@@ -261,7 +266,8 @@ def _check_together(spec: RunSpec) -> None:
     """Values that are fine alone and wrong together."""
     version = spec.framework.get("version")
     if version is not None and not re.fullmatch(r"\d+\.\d+\.\d+([.+a-z]\w*)*", version):
-        raise ConfigError(f"framework.version={version}: must have three components, e.g. 2.10.0 (2.10 alone is read as the number 2.1)")
+        example = "e.g. 2.10.0 (2.10 alone is read as the number 2.1)"
+        raise ConfigError(f"framework.version={version}: must have three components, {example}")
     if spec.device == "cpu" and spec.gpus:
         raise ConfigError(f"gpus={spec.gpus}: device=cpu has no GPUs; for copies of the model on the CPU say replicas={spec.gpus}")
     if spec.replicas and (spec.gpus or spec.device == "gpu"):
@@ -278,6 +284,5 @@ def _check_together(spec: RunSpec) -> None:
     if measure["warmup"] is not None and measure["iterations"] is None:
         raise ConfigError(f"measure.warmup={measure['warmup']}: needs measure.iterations")
     if measure["iterations"] is not None and (measure["warmup"] or 0) >= measure["iterations"]:
-        raise ConfigError(
-            f"measure.warmup={measure['warmup']}: must be < measure.iterations={measure['iterations']}, else nothing is left to measure"
-        )
+        given = f"measure.warmup={measure['warmup']}: must be < measure.iterations={measure['iterations']}"
+        raise ConfigError(f"{given}, else nothing is left to measure")

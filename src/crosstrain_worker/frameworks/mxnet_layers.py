@@ -295,9 +295,7 @@ def lstm(network, op):
 def attention(network, op):
     time, width = network.input_shape(op)
     layer = Attention(time, width, op["heads"], op["causal"])
-    network.keep(
-        op, qkv_weight=layer.qkv.weight, qkv_bias=layer.qkv.bias, out_weight=layer.out.weight, out_bias=layer.out.bias
-    )
+    network.keep(op, qkv_weight=layer.qkv.weight, qkv_bias=layer.qkv.bias, out_weight=layer.out.weight, out_bias=layer.out.bias)
     return [layer]
 
 

@@ -311,15 +311,14 @@ class Framework(Base):
             return to_numpy(self.with_autocast(self.network)(batch[0]))
 
     def gradients(self, batch):
+        # without loss scaling: its first scales are meant to overflow
+        scaler, self.scaler = self.scaler, None
         with self.states_kept():
             self.backward(batch)
-        scale = self.scaler.get_scale() if self.scaler is not None else 1.0
+        self.scaler = scaler
         grads = {p["name"]: self.tensors[p["name"]].grad for p in self.spec["parameters"]}
         # a parameter that the loss does not depend on has no gradient tensor
-        return {
-            name: numpy.zeros(tuple(self.tensors[name].shape), "float32") if grad is None else to_numpy(grad) / numpy.float32(scale)
-            for name, grad in grads.items()
-        }
+        return {name: to_numpy(torch.zeros_like(self.tensors[name]) if grad is None else grad) for name, grad in grads.items()}
 
     @contextlib.contextmanager
     def states_kept(self):

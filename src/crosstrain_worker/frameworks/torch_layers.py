@@ -349,9 +349,7 @@ BUILDERS = {
     "dropout": without_parameters(lambda op, _: nn.Dropout(op["rate"])),
     "add": add,
     "concat": lambda network, op, *inputs: network.graph.call_function(torch.cat, (list(inputs),), {"dim": 1}),
-    "channel_pad_shortcut": without_parameters(
-        lambda op, shape: ChannelPadShortcut(op["stride"], op["out_channels"] - shape[0])
-    ),
+    "channel_pad_shortcut": without_parameters(lambda op, shape: ChannelPadShortcut(op["stride"], op["out_channels"] - shape[0])),
     "flatten": without_parameters(lambda op, _: nn.Flatten()),
     "embedding": embedding,
     "position_embedding": position_embedding,
