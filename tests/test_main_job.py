@@ -162,7 +162,8 @@ def test_throughput_is_the_total_of_all_replicas(train: Train, replicas: int, ra
 def test_an_old_file_store_in_the_folder_does_not_matter(train: Train, tmp_path: Path) -> None:
     """CASES 9."""
     (tmp_path / "mlruns" / "0").mkdir(parents=True)
-    (tmp_path / "mlruns" / "0" / "meta.yaml").write_text("artifact_location: x\nexperiment_id: '0'\nlifecycle_stage: active\nname: Default\n")
+    meta = "artifact_location: x\nexperiment_id: '0'\nlifecycle_stage: active\nname: Default\n"
+    (tmp_path / "mlruns" / "0" / "meta.yaml").write_text(meta)
     result = train("framework=fake", "data=synthetic", *QUICK)
     assert result.code == 0, result
     assert len(result.runs) == 1

@@ -12,7 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from conftest import PUBLISHED, QUICK, TRAIN, Result, Train, run_folder_in_phase, run_train, store, stored_runs, wait_for, workers_of
+from conftest import (
+    PUBLISHED,
+    QUICK,
+    TRAIN,
+    Result,
+    Train,
+    run_folder_in_phase,
+    run_train,
+    store,
+    stored_runs,
+    wait_for,
+    workers_of,
+)
 
 FAKE = ["framework=fake", "framework.step_ms=1", "data=synthetic", *QUICK]
 

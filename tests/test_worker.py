@@ -72,7 +72,7 @@ def test_only_the_standard_library_and_numpy_are_imported() -> None:
         own = path.stem.removeprefix("on_").split("_")[0] if path.parent.name == "frameworks" else ""
         foreign = names - set(sys.stdlib_module_names) - {"numpy", "crosstrain_worker", own}
         assert not foreign, f"{path.name} imports {foreign}"
-        assert not any("crosstrain" == name for name in names), f"{path.name} imports the driver"
+        assert "crosstrain" not in names, f"{path.name} imports the driver"
 
 
 def test_wrong_arguments_are_one_line() -> None:
@@ -81,7 +81,7 @@ def test_wrong_arguments_are_one_line() -> None:
 
 
 def test_files_of_the_worker_do_not_shadow_modules(tmp_path: Path) -> None:
-    """Started by path, the worker's folder would be first on sys.path: `events`, `result`, `record` would be ours for a framework."""
+    """Started by path, the worker's folder would come first on sys.path: `events` or `record` would be ours for a framework."""
     program = "import runpy, sys; sys.argv = ['x']; " + f"runpy.run_path({str(WORKER)!r})['register_package'](); import record"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert "No module named 'record'" in done.stderr

@@ -144,4 +144,4 @@ def _key(spec: RunSpec, ready: Prepared, copies: int) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-KEYED = "task scaling precision parallelism epochs seed repeat target_accuracy".split()
+KEYED = ["task", "scaling", "precision", "parallelism", "epochs", "seed", "repeat", "target_accuracy"]

@@ -90,10 +90,11 @@ def run(config: DictConfig) -> float:
     state = State(spec, folder, sweep_folder.name, " ".join(hydra.overrides.task))
     stopped: KeyboardInterrupt | None = None
     try:
-        outcome = execute(state)
-        if outcome is None:
+        ended = execute(state)
+        if ended is None:
             progress.sweep.total -= 1
             return math.inf
+        outcome = ended
     except OutcomeError as error:
         outcome = Outcome(error.outcome, "", error.message, error.hint)
     except KeyboardInterrupt as error:
