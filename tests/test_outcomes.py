@@ -36,7 +36,7 @@ FAULTS = {
     "segv": ("crashed", "FAILED", "died by SIGSEGV"),
     "exit": ("crashed", "FAILED", "exit code 0) without a result"),
     "silent": ("crashed", "FAILED", "exit code 0) without a result"),
-    "device_oom": ("device_oom", "FAILED", "pretended device memory"),
+    "device_oom": ("device_oom", "FAILED", "CUDA out of memory"),
     "stderr": ("crashed", "FAILED", "asked to raise after 10 MB"),
     "truncate": ("crashed", "FAILED", "truncated"),
     "grandchild": ("crashed", "FAILED", "with a grandchild left behind"),

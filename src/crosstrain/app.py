@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -37,7 +38,9 @@ def main(arguments: Sequence[str], config_dir: Path | None = None) -> int:
     verbose = any(argument.startswith("hydra.verbose") for argument in arguments)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, not to Hydra's own printer
     saved_argv = sys.argv
-    signal.signal(signal.SIGTERM, _terminated)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP on purpose
+            signal.signal(number, _terminated)
     try:
         arguments = _prepare(arguments, config_dir or paths.conf_dir())
         sys.argv = [saved_argv[0], *arguments]
@@ -85,7 +88,7 @@ def _failed(error: BaseException, arguments: Sequence[str], verbose: bool) -> in
     elif isinstance(error, HydraException | OmegaConfBaseException) or type(error).__module__.startswith("yaml."):
         line = hydra_errors.one_line(error, arguments, runspec.config_dirs)
     else:
-        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        line = ("" if type(error) is ValueError else f"{type(error).__name__}: ") + (str(error).splitlines() or ["no message"])[0]
         if progress.sweep.folder is not None:  # something was started
             code = 1
     print(f"error: {line}", file=sys.stderr)
@@ -99,6 +102,8 @@ def _prepare(arguments: Sequence[str], config_dir: Path) -> list[str]:
     from crosstrain import hydra_errors
 
     schema.register()
+    # What Hydra logs beside the error it raises would be a second message on stderr.
+    logging.getLogger("hydra").addHandler(logging.NullHandler())
     runspec.config_dirs[:] = [config_dir]
     parser = get_args_parser()
     parser.exit_on_error = False

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from crosstrain import __version__, environments_command, parity_command
-from crosstrain.errors import CrosstrainError, OutcomeError
+from crosstrain.errors import ConfigError, CrosstrainError, OutcomeError
 from crosstrain.tracking import view
 
 
@@ -15,13 +15,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code; an error is one line on stderr."""
     parser = argparse.ArgumentParser(prog="crosstrain", description="Look at, check and prepare what train.py runs.")
     parser.add_argument("--version", action="version", version=f"crosstrain {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    plan = commands.add_parser("plan", help="show what a train.py command would run, start nothing")
-    plan.add_argument("overrides", nargs=argparse.REMAINDER, help="as for train.py, e.g. -m framework=torch,mxnet")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    # All arguments are for train.py, also --help and -m: with another prefix argparse takes none of them for its own.
+    plan = commands.add_parser("plan", help="show what a train.py command would run, start nothing", prefix_chars="\0", add_help=False)
+    plan.add_argument("overrides", nargs="*")
     plan.set_defaults(function=_plan)
     for module in (view, environments_command, parity_command):
         module.add_command(commands)
     given = parser.parse_args(arguments)
+    if given.command is None:
+        parser.print_help()
+        return ConfigError.exit_code
     try:
         return int(given.function(given) or 0)
     except OutcomeError as error:

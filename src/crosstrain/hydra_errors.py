@@ -13,6 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any
 
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -22,11 +23,11 @@ from crosstrain import config as schema
 from crosstrain.errors import ConfigError
 
 
-def parse(override: str, config_dirs: Sequence[Path]) -> Override:
-    """One override of the command line or of a study's cell. Raises ConfigError when it is none."""
+def parse(override: str, config_dirs: Sequence[Path], config_loader: ConfigLoader | None = None) -> Override:
+    """One override of the command line or of a study's cell (glob(*) needs the loader). Raises ConfigError when it is none."""
     key, _, value = override.partition("=")
     try:
-        parsed = OverridesParser.create().parse_override(override)
+        parsed = OverridesParser.create(config_loader).parse_overrides([override])[0]
     except HydraException:
         how = f"quote the value: '{key}=\"{value}\"'" if key and value else "must be key=value"
         raise ConfigError(f"{override}: can not be read; {how}") from None
@@ -187,7 +188,9 @@ def near_sibling(name: str, siblings: Iterable[str]) -> str:
 def _all_keys(arguments: Sequence[str], config_dirs: Sequence[Path]) -> list[str]:
     """Every key a user may give: those of the default configuration, and of the options chosen beside the wrong key."""
     from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
 
+    GlobalHydra.instance().clear()  # that of the failed composition, when a sweep's cell failed
     *theirs, ours = config_dirs
     groups = list(_groups(config_dirs))
     chosen = [a for a in arguments if a.split("=")[0].lstrip("+") in groups and "," not in a]

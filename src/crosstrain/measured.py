@@ -94,7 +94,7 @@ def failure(files: Files, ended: Ended, oom_kills: int) -> Outcome | None:
     return None
 
 
-def compute(files: Files, ended: Ended, sampler: SystemSampler, spec: RunSpec) -> Measured:
+def compute(files: Files, ended: Ended, sampler: SystemSampler, spec: RunSpec, run: dict[str, Any]) -> Measured:
     """Numbers and outcome of a run whose ranks all ended well."""
     results = [result for result in files.results if result is not None]
     first = results[0]
@@ -110,14 +110,15 @@ def compute(files: Files, ended: Ended, sampler: SystemSampler, spec: RunSpec) -
     if peaks:
         metrics["peak_memory_mb"] = max(peaks)
     start, end = window(merged.rows, offset)
-    metrics |= _device(sampler, start, end, spec, metrics)
-    threads = first["threads"]
-    metrics["busy_pct"] = metrics.get("busy_pct", 100 * threads["cpu_s"] / threads["wall_s"] / max(1, spec.threads or 1))
-    outcome = judge(results, files.rows, spec, sampler.contamination(start, end), metrics)
+    metrics |= _device(sampler, start, end, run["device"], metrics)
+    cores_used = sum(result["threads"]["cpu_s"] / result["threads"]["wall_s"] for result in results)
+    if run["device"] == "cpu":
+        metrics["busy_pct"] = 100 * cores_used / (run["threads"] * run["replicas"])
+    outcome = judge(results, files.rows, spec, run, sampler.contamination(start, end), cores_used)
     facts = {
         "versions": first["versions"],
         "effective": first["effective"],
-        "threads": {**threads, "cores_used": threads["cpu_s"] / threads["wall_s"]},
+        "threads": {**first["threads"], "cores_used": cores_used},
         "steady": first["steady"],
         "ci_missed": first["ci_missed"],
         "notes": [note for note in (merged.note, first.get("deviations") or "") if note],
@@ -148,11 +149,11 @@ def _quality(result: dict[str, Any], rows: np.ndarray) -> dict[str, float]:
     return metrics
 
 
-def _device(sampler: SystemSampler, start: float, end: float, spec: RunSpec, metrics: dict[str, float]) -> dict[str, float]:
+def _device(sampler: SystemSampler, start: float, end: float, device: str, metrics: dict[str, float]) -> dict[str, float]:
     """What the device did meanwhile. device_memory_mb: the rise on the GPU; on the CPU the workers' resident memory at its peak."""
     found = {
         "throttled_pct": sampler.throttled_pct(start, end),
-        "device_memory_mb": sampler.device_memory_delta_mb if spec.gpus or spec.device == "gpu" else sampler.peak_memory_mb,
+        "device_memory_mb": sampler.device_memory_delta_mb if device == "gpu" else sampler.peak_memory_mb,
     }
     energy = sampler.energy_j(start, end)
     if energy is not None:
@@ -161,7 +162,12 @@ def _device(sampler: SystemSampler, start: float, end: float, spec: RunSpec, met
 
 
 def judge(
-    results: list[dict[str, Any]], rows: list[np.ndarray], spec: RunSpec, contamination: str | None, metrics: dict[str, float]
+    results: list[dict[str, Any]],
+    rows: list[np.ndarray],
+    spec: RunSpec,
+    run: dict[str, Any],
+    contamination: str | None,
+    cores_used: float,
 ) -> Outcome:
     """The outcome of a run whose ranks all ended well: can its clock be trusted, did it train, was it steady and undisturbed?"""
     for result, own in zip(results, rows, strict=True):
@@ -169,6 +175,9 @@ def judge(
         problem = statistics.readback_sanity(result["readback"], blocks) or statistics.clock_sanity(own, result.get("wall_s"))
         if problem:
             return Outcome("invalid", "done", problem)
+        threads = result["effective"].get("threads", run["threads"])
+        if threads != run["threads"]:
+            return Outcome("invalid", "done", f"asked for threads={run['threads']}, the framework says {threads}")
     if spec.task == "training" and not all(result["parameters_changed"] for result in results):
         return Outcome("not_training", "done", "no parameter changed while training was measured")
     if not all(result["steady"]["found"] for result in results):
@@ -176,8 +185,16 @@ def judge(
         return Outcome("unstable", "done", f"no steady state: {reason}", "measure=thorough looks longer")
     if contamination:
         return Outcome("contaminated", "done", contamination, "run it again on a quiet machine")
+    return Outcome("ok", "done", "; ".join(remarks(results, spec, run, cores_used)))
+
+
+def remarks(results: list[dict[str, Any]], spec: RunSpec, run: dict[str, Any], cores_used: float) -> list[str]:
+    """What a reader of an ok run should know: an interval that stayed wide, threads that found no work."""
+    found = []
     if any(result["ci_missed"] for result in results):
-        return Outcome("ok", "done", "the 95 % interval is wider than ±" + f"{100 * spec.measure['ci_target']:g} %", "measure=thorough")
-    return Outcome("ok", "done")
-
-
+        found.append(f"the 95 % interval is wider than ±{100 * spec.measure['ci_target']:g} %: measure=thorough takes longer")
+    asked = run["threads"] * run["replicas"]
+    # Verified by work done, not by a setting: that the framework accepted a number of threads does not mean that it used them.
+    if run["device"] == "cpu" and asked > 1 and cores_used < 0.6 * asked:
+        found.append(f"{asked} threads were asked for, the work of {cores_used:.1f} was done")
+    return found

@@ -69,6 +69,13 @@ def choose_place(spec: RunSpec) -> Place:
     return Place(kind, gpus, copies, threads, pinned=kind == "cpu" and not too_many)
 
 
+def placed(spec: RunSpec, place: Place) -> RunSpec:
+    """The same run with `auto` resolved: what its name, params and messages speak of."""
+    if place.kind == "gpu":
+        return replace(spec, device="gpu", gpus=place.copies)
+    return replace(spec, device="cpu")
+
+
 def prepare(spec: RunSpec, report: Callable[[str], None]) -> Prepared:
     """Find or make everything. Raises OutcomeError (unsupported, env_missing, data_missing). `report` gets progress, a line each."""
     place = choose_place(spec)

@@ -116,6 +116,7 @@ def execute(state: State) -> Outcome | None:
     with progress.RunLine(spec.name) as line:
         line.update("preparing")
         ready = state.ready = prepare.prepare(spec, lambda text: progress.say(f"  {text}"))
+        spec = state.spec = prepare.placed(spec, ready.place)
         state.keys = prepare.keys(spec, ready)
         tracking = tracker(spec.tracking)
         if spec.skip_finished and state.keys["run_key"] in tracking.finished_keys(spec.measure["strict"]):
@@ -184,7 +185,7 @@ def conclude(state: State, ended: Ended, kills: int) -> Outcome:
     if failed is not None:
         return failed
     assert state.sampler is not None
-    state.measured = measured.compute(files, ended, state.sampler, state.spec)
+    state.measured = measured.compute(files, ended, state.sampler, state.spec, state.run_json)
     return state.measured.outcome
 
 

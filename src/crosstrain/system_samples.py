@@ -158,7 +158,7 @@ class SystemSampler:
         now, cpu_times, own_s = time.time(), read_cpu_times(), self._tree.cpu_s()
         memory = psutil.virtual_memory()
         row = {
-            "system/worker_memory_megabytes": self._tree.memory_mb(),
+            "system/worker_memory_megabytes": self._tree.memory_mb() or math.nan,  # none before the start and after the end
             "system/system_memory_usage_megabytes": memory.used / 1e6,
             "system/system_memory_usage_percentage": memory.used / memory.total * 100,
             "_own_s": own_s + time.process_time(),
@@ -258,7 +258,8 @@ class SystemSampler:
     @property
     def peak_memory_mb(self) -> float | None:
         """The most resident host memory the run's processes had together in a sample, in MB (1e6 bytes)."""
-        return max(self._values["system/worker_memory_megabytes"], default=0.0) or None
+        known = [value for value in self._values["system/worker_memory_megabytes"] if not math.isnan(value)]
+        return max(known, default=None)
 
     @property
     def device_memory_delta_mb(self) -> float | None:

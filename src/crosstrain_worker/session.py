@@ -101,9 +101,10 @@ def describe(session, error):
         return "diverged", str(error), "lower learning_rate, or check the data"
     if isinstance(error, loop.ClockError):
         return "invalid", str(error), ""
-    if session.framework is not None and session.framework.is_oom(error):
+    out_of_memory = session.framework is not None and session.framework.is_oom(error)
+    if out_of_memory and session.run["device"] == "gpu":
         return "device_oom", first_line(error), "lower batch_size"
-    if isinstance(error, MemoryError):
+    if out_of_memory or isinstance(error, MemoryError):
         return "host_oom", first_line(error) or "out of host memory", "lower batch_size or free memory"
     return "failed", first_line(error), ""
 

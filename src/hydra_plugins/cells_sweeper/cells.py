@@ -15,9 +15,12 @@ from typing import Any
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from crosstrain import app, hydra_errors, runspec
+from crosstrain.errors import ConfigError
 
 
 @dataclass
@@ -45,8 +48,7 @@ class CellsSweeper(BasicSweeper):
         """Compose and check every cell, then start the first. Raises ConfigError or TrackingError before anything exists."""
         assert self.config is not None and self.launcher is not None and self.hydra_context is not None
         batch = self.expand(arguments)
-        loader = self.hydra_context.config_loader
-        configs = [loader.load_sweep_config(self.config, list(overrides)) for overrides in batch]
+        configs = [self._compose(number, overrides) for number, overrides in enumerate(batch, 1)]
         folder = Path(self.config.hydra.sweep.dir)
         app.before_first_run(configs, str(folder))
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,21 +60,32 @@ class CellsSweeper(BasicSweeper):
 
     def expand(self, arguments: list[str]) -> list[list[str]]:
         """The overrides of every cell, in order. Cells that only a value of the command line made equal are one."""
-        given = [_parse(override) for override in [*self._parse_config(), *arguments]]
+        given = [self._parse(override) for override in [*self._parse_config(), *arguments]]
         keys = {override.get_key_element().lstrip("+~") for override in given}
         rows: list[list[str]] = []
         owners: dict[tuple[str, ...], dict[str, Any]] = {}
         for cell in self.cells or [{}]:
-            own = [_parse(f"{key}={_text(value)}") for key, value in cell.items() if key not in keys]
+            own = [self._parse(f"{key}={_text(value)}") for key, value in cell.items() if key not in keys]
             for row in self.split_arguments([*given, *own], None)[0]:
                 if owners.setdefault(tuple(sorted(row)), cell) == cell:
                     rows.append(row)
         return rows
 
+    def _compose(self, number: int, overrides: list[str]) -> DictConfig:
+        assert self.config is not None and self.hydra_context is not None
+        try:
+            return self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+        except (HydraException, OmegaConfBaseException) as error:
+            line = hydra_errors.one_line(error, overrides, runspec.config_dirs)
+            raise ConfigError(f"{line} (in cell {number}: {' '.join(overrides)})") from error
+
+    def _parse(self, override: str) -> Override:
+        assert self.hydra_context is not None
+        parsed = hydra_errors.parse(override, runspec.config_dirs, self.hydra_context.config_loader)
+        if parsed.is_sweep_override() and not parsed.is_discrete_sweep():
+            raise ConfigError(f"{override}: give the values, {parsed.key_or_group}=A,B,C")
+        return parsed
+
 
 def _text(value: Any) -> str:
     return "null" if value is None else str(value)
-
-
-def _parse(override: str) -> Override:
-    return hydra_errors.parse(override, runspec.config_dirs)
