@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,13 @@ def duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+@contextlib.contextmanager
+def working(text: str) -> Iterator[None]:
+    """A sign of life on a terminal while something takes its time."""
+    with console.status(text) if console.is_terminal else contextlib.nullcontext():
+        yield
 
 
 class Sweep:

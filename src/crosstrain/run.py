@@ -54,7 +54,8 @@ class State:
 @functools.cache
 def _tracker(uri: str | None, experiment: str | None, start_dir: Path) -> Tracker:
     made = Tracker(uri, experiment, start_dir)
-    made.preflight()
+    with progress.working("creating the tracking store" if made.is_new else "checking the tracking store"):
+        made.preflight()
     return made
 
 

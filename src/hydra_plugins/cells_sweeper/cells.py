@@ -48,6 +48,8 @@ class CellsSweeper(BasicSweeper):
         """Compose and check every cell, then start the first. Raises ConfigError or TrackingError before anything exists."""
         assert self.config is not None and self.launcher is not None and self.hydra_context is not None
         batch = self.expand(arguments)
+        if not batch:
+            raise ConfigError("this sweep has no cell: a glob(…) or range(…) matches nothing")
         configs = [self._compose(number, overrides) for number, overrides in enumerate(batch, 1)]
         folder = Path(self.config.hydra.sweep.dir)
         app.before_first_run(configs, str(folder))
