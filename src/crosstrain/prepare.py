@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ def run_json(spec: RunSpec, ready: Prepared, run_id: str, folder: Path, gpus: li
         "cpus": cpus,
         "threads": ready.place.threads,
         "replicas": ready.place.copies,
-        "world_size": ready.place.copies,
+        "world_size": world_size(spec.framework, ready.place.copies),
         "parallelism": spec.parallelism,
         "batch_global": spec.batch_global,
         "batch_per_replica": spec.batch_per_replica,
@@ -118,6 +118,11 @@ def run_json(spec: RunSpec, ready: Prepared, run_id: str, folder: Path, gpus: li
         "data": ready.data_set.as_json(),
         "measure": measured,
     }
+
+
+def world_size(framework: Mapping[str, Any], replicas: int) -> int:
+    """How many ranks a framework has for so many replicas."""
+    return replicas if framework["replicas_per_rank"] == "one" else 1
 
 
 def keys(spec: RunSpec, ready: Prepared) -> dict[str, str]:

@@ -45,7 +45,7 @@ class Sweep:
     """Where the command stands: which cell of how many, and when the last will be done."""
 
     def __init__(self) -> None:
-        self.begin(1)
+        self.begin(0)
 
     def begin(self, total: int) -> None:
         self.total = total

@@ -136,9 +136,9 @@ def _parity(state: State) -> str:
     """What the certificate of this framework and network says; a missing one is said, never hidden."""
     if state.ready is None:
         return certificates.NOT_PROVEN
-    name, version = state.spec.framework["name"], _framework_version(state)
+    framework, version = state.spec.framework, _framework_version(state)
     # The ladder is climbed in fp32; other precisions compute the same network with other rounding.
-    return certificates.tag(certificates.find(name, version, state.spec.network, "fp32", state.ready.place.kind))
+    return certificates.tag(certificates.find(framework, version, state.spec.network, "fp32", state.ready.place.kind))
 
 
 def series(state: State) -> dict[str, Series]:
@@ -158,28 +158,30 @@ def series(state: State) -> dict[str, Series]:
         known = np.isfinite(values)
         if known.any():
             made[key] = Series(rows["iteration"][known].astype(np.int64), values[known], times[known])
-    made |= _epochs(result)
+    made |= _epochs(result, state.spec.network.answers_each_token)
     if state.sampler is not None:
         for key, (at, values) in state.sampler.series().items():
             made[key] = Series(np.arange(len(at)), np.asarray(values), np.asarray(at, np.int64))
     return made
 
 
-def _epochs(result: measured.Measured) -> dict[str, Series]:
-    """epoch/loss (training) and epoch/accuracy (test set), step = epoch from 1."""
+def _epochs(result: measured.Measured, language_model: bool) -> dict[str, Series]:
+    """epoch/loss (training), epoch/accuracy, epoch/test_loss and epoch/perplexity (test set), step = epoch from 1."""
     made = {}
     ends = {}
     trained = result.rows[result.rows["phase"] == TRAIN]
     for epoch in result.epochs:
         own = trained[trained["epoch"] == epoch["epoch"] - 1]
         ends[epoch["epoch"]] = 1000 * (own["start"][-1] + own["duration"][-1] + result.unix_minus_clock)
-    for key, source in (("epoch/loss", "loss"), ("epoch/accuracy", "test_accuracy"), ("epoch/test_loss", "test_loss")):
-        known = [epoch for epoch in result.epochs if epoch.get(source) is not None]
+    sources = {"epoch/loss": "loss", "epoch/accuracy": "test_accuracy", "epoch/test_loss": "test_loss"}
+    columns = {key: [epoch.get(source) for epoch in result.epochs] for key, source in sources.items()}
+    if language_model:
+        columns["epoch/perplexity"] = [measured.perplexity(epoch) for epoch in result.epochs]
+    for key, values in columns.items():
+        known = [(e["epoch"], v) for e, v in zip(result.epochs, values, strict=True) if v is not None and np.isfinite(v)]
         if known:
-            steps = np.array([epoch["epoch"] for epoch in known])
-            made[key] = Series(
-                steps, np.array([epoch[source] for epoch in known]), np.array([ends[s] for s in steps]).astype(np.int64)
-            )
+            steps, numbers = map(np.array, zip(*known, strict=True))
+            made[key] = Series(steps, numbers, np.array([ends[s] for s in steps]).astype(np.int64))
     return made
 
 

@@ -114,12 +114,12 @@ def run(config: DictConfig) -> float:
 def execute(state: State) -> Outcome | None:
     """Prepare, lease, start, watch, compute. None: skipped, because an ok run with the same key exists."""
     spec = state.spec
+    tracking = tracker(spec.tracking)
     with progress.RunLine(spec.name) as line:
         line.update("preparing")
         ready = state.ready = prepare.prepare(spec, lambda text: progress.say(f"  {text}"))
         spec = state.spec = prepare.placed(spec, ready.place)
         state.keys = prepare.keys(spec, ready)
-        tracking = tracker(spec.tracking)
         if spec.skip_finished and state.keys["run_key"] in tracking.finished_keys(spec.measure["strict"]):
             progress.say(f"{spec.name}: skipped, an ok run with the same key exists")
             return None

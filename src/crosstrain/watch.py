@@ -32,6 +32,8 @@ class Ended:
     returncodes: list[int | None]
     phase: str
     stopped: Outcome | None = None
+    first: list[int] = field(default_factory=list)
+    """the ranks that were the first to end badly: those that end after them may only have lost them"""
     events: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -101,6 +103,7 @@ class Watch:
         self.phase: dict[str, Any] = {"name": "import"}
         self.phase_begin = self.last_row = self.begin
         self.row_count = self.phase_rows = 0
+        self.first_failed: list[int] = []
 
     def until_done(self) -> Ended:
         """Wait for the end of all ranks. A time limit or a failed rank ends the wait early: the caller stops what is left."""
@@ -113,10 +116,11 @@ class Watch:
                 self.sampler.sample()
                 next_sample = now + SAMPLE_S
             alive = [process for process in self.processes if process.poll() is None]
+            failed = [rank for rank, process in enumerate(self.processes) if process.returncode]
+            if failed_at is None and failed:
+                failed_at, self.first_failed = now, failed
             if not alive:
                 return self.ended()
-            if failed_at is None and any(process.returncode for process in self.processes):
-                failed_at = now
             if failed_at is not None and now - failed_at > OTHER_RANKS_S:
                 return self.ended()
             late = self.too_late(now)
@@ -127,7 +131,8 @@ class Watch:
     def ended(self, stopped: Outcome | None = None) -> Ended:
         self.look()
         self.sampler.sample()
-        return Ended([process.poll() for process in self.processes], self.phase["name"], stopped, self.events.all)
+        codes = [process.poll() for process in self.processes]
+        return Ended(codes, self.phase["name"], stopped, self.first_failed, self.events.all)
 
     def look(self) -> None:
         """Read what is new and show it."""

@@ -7,10 +7,18 @@ folder, arrays only:
     output, loss      training mode, batch 0
     gradient/<name>   of the loss of batch 0, before clipping and weight decay
     step1/<name>      parameters after one step
-    state10/<name>    parameters and states after 10 steps
+    state10/<name>    states after 10 steps
     output10          evaluation mode, batch 0, after these 10 steps
     trace             the losses of 20 steps
+    flops             a JSON object as text: {kernel: FLOPs} of one iteration; left out where the framework counts none
     deviations        a JSON object as text: the adapter's declared deviations
+
+Of a network that is only looked at (mode `shapes`) it writes `shapes.json`: {"shapes": {name: [sizes]}, "deviations": {name: words}}.
+
+With several replicas (level 9) each rank writes `replicas.<rank>.npz` instead:
+
+    trace             the losses of 5 steps: means over the rank's share of the global batches
+    <i>/<name>        parameters of the rank's i-th replica after these steps
 """
 
 import json
@@ -20,17 +28,21 @@ import numpy
 
 STATE_STEPS = 10
 TRACE_STEPS = 20
+REPLICA_STEPS = 5
 
 
-def run(run, framework):
-    """Measure and write `ladder.npz`. `framework` is set up, built, and has the initial weights loaded."""
-    write(os.path.join(run["folder"], "ladder.npz"), measure(run, framework))
+def run(run, framework, rank=0):
+    """Measure and write. `framework` is set up, built, and has the initial weights loaded."""
+    if run["replicas"] > 1:
+        write(os.path.join(run["folder"], "replicas.%d.npz" % rank), measure_replicas(run, framework, rank))
+    else:
+        write(os.path.join(run["folder"], "ladder.npz"), measure(run, framework))
 
 
 def batches(run):
-    """The run's batches in the stored order, `batch_per_replica` samples each: [(inputs, targets), …]."""
+    """The run's global batches in the stored order: [(inputs, targets), …]."""
     stored = run["data"]["train"]
-    size = run["batch_per_replica"]
+    size = run["batch_global"]
     inputs = numpy.load(stored["inputs"], allow_pickle=False)
     targets = numpy.load(stored["targets"], allow_pickle=False) if stored["targets"] else inputs
     return [(inputs[at : at + size], targets[at : at + size]) for at in range(0, len(inputs) - size + 1, size)]
@@ -56,11 +68,35 @@ def measure(run, framework):
 
     framework.load(initial)
     train(framework, ring, STATE_STEPS)
-    put(found, "state10", framework.read())
+    states = [state["name"] for state in run["network"]["states"]]
+    put(found, "state10", {name: array for name, array in framework.read().items() if name in states})
     found["output10"] = framework.output(ring[0], False)
 
     framework.load(initial)
     found["trace"] = numpy.array(train(framework, ring, TRACE_STEPS))
+
+    framework.load(initial)
+    flops = framework.executed_flops(ring[0])
+    if flops is not None:
+        found["flops"] = numpy.array(json.dumps(flops, sort_keys=True))
+    return found
+
+
+def write_shapes(run, framework):
+    """Write `shapes.json`. `framework` is set up and built; no weights are needed."""
+    shapes = {name: list(array.shape) for name, array in framework.read().items()}
+    with open(os.path.join(run["folder"], "shapes.json"), "w") as out:
+        json.dump({"shapes": shapes, "deviations": framework.deviations}, out)
+
+
+def measure_replicas(run, framework, rank):
+    """{key: array} of one rank, which takes the rank-th slice of each global batch."""
+    share = run["batch_global"] // run["world_size"]
+    own = slice(rank * share, (rank + 1) * share)
+    ring = [framework.to_device(inputs[own], targets[own]) for inputs, targets in batches(run)]
+    found = {"trace": numpy.array(train(framework, ring, REPLICA_STEPS))}
+    for index, arrays in enumerate(framework.read_replicas()):
+        put(found, str(index), arrays)
     return found
 
 

@@ -1,6 +1,7 @@
 """The timed loop: first step, iteration pass, block pass, then training with evaluation.
 
 Clock: `time.perf_counter`, both ends after the adapter's sync(). Outside the clock: reading the loss back, recording, deciding.
+Rank 0 decides for all ranks how many iterations come next (see `agreement`); in training their number is given.
 """
 
 import gc
@@ -17,6 +18,10 @@ from crosstrain_worker.record import BLOCK, EVALUATE, FIRST_STEP, ITERATION, TRA
 
 clock = time.perf_counter
 NAN = float("nan")
+#: seconds of iterations between two looks at the series: a look costs some 10 ms of the host
+CHECK_S = 0.25
+#: after so many iterations the sync is looked at, and how long one takes is known well enough
+FIRST = 5
 
 
 class Diverged(Exception):
@@ -94,6 +99,7 @@ class Measuring(object):
 
     def first_step(self):
         """The first iteration: compilation, autotuning, allocation."""
+        self.framework.meet()
         self.framework.sync()
         start, duration, wait, handle = self.timed_iteration()
         self.keep(FIRST_STEP, 1, start, duration, wait, self.loss_of(handle))
@@ -110,35 +116,42 @@ class Measuring(object):
 
     def iteration_pass(self):
         """One sync per iteration until the steady state is found (or the budget is spent)."""
-        settings = self.settings
+        settings, agree = self.settings, self.session.agree
         self.session.enter("iteration", total=settings["iterations"], budget_s=steady.PASS_SHARE * settings["max_s"])
         gc.collect()
         durations, readbacks = [], []
         self.iteration = 0
-        begin = next_check = clock()
+        self.framework.meet()
+        begin = clock()
         monotonic = time.monotonic()
-        while True:
-            start, duration, wait, handle = self.timed_iteration()
-            ended = time.monotonic()
-            read = clock()
-            loss = self.loss_of(handle)
-            readbacks.append(clock() - read)
-            durations.append(duration)
-            self.keep(ITERATION, 1, start, duration, wait, loss)
+        count = 1
+        while count:
+            chunk_begin = clock()
+            for _ in range(count):
+                start, duration, wait, handle = self.timed_iteration()
+                ended = time.monotonic()
+                read = clock()
+                loss = self.loss_of(handle)
+                readbacks.append(clock() - read)
+                durations.append(duration)
+                self.keep(ITERATION, 1, start, duration, wait, loss)
+                if len(durations) == FIRST:
+                    self.check_sync(durations, readbacks)
             now = clock()
-            if len(durations) == 5:
-                self.check_sync(durations, readbacks)
-            if settings["iterations"]:
-                if len(durations) >= settings["iterations"]:
-                    break
-            elif now >= next_check:
-                # The check costs time on the host between two iterations, so it is made a few times a second only.
-                if steady.enough(durations, now - begin, settings):
-                    break
-                next_check = clock() + 0.25
+            count = agree("iterations", self.next_iterations, durations, now - begin, (now - chunk_begin) / count)
         self.session.result["wall_s"] = ended - monotonic
         self.durations = numpy.array(durations)
-        self.find_start()
+        self.session.result["steady"] = agree("steady", self.find_start)
+        self.use_start(self.session.result["steady"])
+
+    def next_iterations(self, durations, elapsed_s, each_s):
+        """How many iterations to do before the next look; 0 when the pass is over. each_s: what the last ones took, one by one."""
+        done, asked = len(durations), self.settings["iterations"]
+        if asked:
+            return asked - done
+        if steady.enough(durations, elapsed_s, self.settings):
+            return 0
+        return max(1, int(CHECK_S / each_s)) if done >= FIRST else 1
 
     def check_sync(self, durations, readbacks):
         """A sync that does not wait leaves the work to the read-back: seen early, before a block queues hours of it.
@@ -162,21 +175,24 @@ class Measuring(object):
         else:
             found = steady.Steady(max(0, len(self.durations) - settings["window"]), "the last window, steadiness not required")
         start = found.start if found.start is not None else len(self.durations) // 2
-        self.session.result["steady"] = {"start": start, "found": found.start is not None, "reason": found.reason}
+        return {"start": start, "found": found.start is not None, "reason": found.reason}
+
+    def use_start(self, found):
+        start = found["start"]
         self.session.result["phases"]["warmup_s"] = float(self.durations[:start].sum())
         self.step_s = float(numpy.median(self.durations[start:]))
 
     def block_pass(self):
         """Blocks of at least block_s with one sync at each end: what an asynchronous framework really reaches."""
-        settings = self.settings
-        least_s, most_s = steady.PASS_SHARE * settings["min_s"], steady.PASS_SHARE * settings["max_s"]
-        size, _ = steady.blocks(self.step_s, most_s, settings["block_s"])
-        self.session.enter("block", total=None, budget_s=most_s, size=size)
+        settings, agree = self.settings, self.session.agree
+        size = agree("block", self.block_size, self.step_s)
+        self.session.enter("block", total=None, budget_s=steady.PASS_SHARE * settings["max_s"], size=size)
         readbacks, per_iteration = [], []
         self.framework.probe()
+        self.framework.meet()
         cpu_before = thread_cpu_seconds()
         begin = clock()
-        while True:
+        while size:
             start, duration, wait, handle = self.timed_block(size)
             read = clock()
             loss = self.loss_of(handle)
@@ -184,16 +200,30 @@ class Measuring(object):
             readbacks.append((clock() - read) / duration)
             self.keep(BLOCK, size, start, duration, wait, loss)
             per_iteration.append(duration / size)
-            elapsed = clock() - begin
-            narrow = not settings["interval_required"] or steady.half_width(per_iteration) <= settings["ci_target"]
-            if elapsed >= most_s or (narrow and elapsed >= least_s and len(per_iteration) >= settings["min_blocks"]):
-                break
-            # With a sync each the iterations took longer than in a block, which may have come out too short.
-            size = max(size, steady.blocks(min(per_iteration), most_s, settings["block_s"])[0])
+            size = agree("block", self.next_block, size, per_iteration, clock() - begin)
         result = self.session.result
         result["threads"] = busy_threads(cpu_before, thread_cpu_seconds(), clock() - begin)
         result["readback"] = readbacks
-        result["ci_missed"] = not narrow
+        result["ci_missed"] = not agree("narrow", self.narrow, per_iteration)
+
+    def block_size(self, step_s):
+        return steady.blocks(step_s, steady.PASS_SHARE * self.settings["max_s"], self.settings["block_s"])[0]
+
+    def next_block(self, size, per_iteration, elapsed_s):
+        """The next block's iterations, 0 when the pass is over."""
+        settings = self.settings
+        least_s, most_s = steady.PASS_SHARE * settings["min_s"], steady.PASS_SHARE * settings["max_s"]
+        if elapsed_s >= most_s:
+            return 0
+        if elapsed_s >= least_s and len(per_iteration) >= settings["min_blocks"] and self.narrow(per_iteration):
+            return 0
+        # With a sync each the iterations took longer than in a block, which may have come out too short.
+        return max(size, self.block_size(min(per_iteration)))
+
+    def narrow(self, per_iteration):
+        """True when the interval of the median is as narrow as is asked for."""
+        settings = self.settings
+        return bool(not settings["interval_required"] or steady.half_width(per_iteration) <= settings["ci_target"])
 
     def timed_block(self, size):
         batches, run_one = self.batches, self.run_one
@@ -259,9 +289,10 @@ class Training(object):
 
     def epoch(self, epoch):
         """Train one epoch. Returns {"epoch" (from 1), "loss", "accuracy" (means over its iterations), "train_s" (elapsed)}."""
-        framework, run = self.session.framework, self.session.run
+        framework = self.session.framework
         losses, accuracies = [], []
         batches = self.feed.epoch(epoch)
+        framework.meet()
         begin = clock()
         for _ in range(self.feed.batches_per_epoch):
             start = clock()
@@ -272,7 +303,7 @@ class Training(object):
             end = clock()
             value = framework.value(loss)
             check_loss(value, self.session, self.iteration)
-            accuracy = NAN if correct is None else framework.value(correct) / run["batch_per_replica"]
+            accuracy = NAN if correct is None else framework.value(correct) / batch[1].size
             self.session.recorder.add(
                 self.iteration, TRAIN, 1, epoch, start, end - start, fetched - start, value, accuracy
             )
@@ -291,14 +322,15 @@ class Training(object):
 def evaluate(framework, feed, recorder, iteration, epoch):
     """{"test_loss", "test_accuracy" (fraction)} over the whole test set, the last, smaller batch included."""
     start = clock()
-    losses = correct = count = 0
+    losses = correct = count = answers = 0
     for inputs, targets in feed.test_batches():
         loss, right = framework.evaluate(framework.to_device(inputs, targets))
         losses += loss * len(inputs)
         correct += right
         count += len(inputs)
+        answers += targets.size  # a language model answers at every token
     loss = losses / count
-    accuracy = correct / float(count) if framework.with_accuracy else None
+    accuracy = correct / float(answers) if framework.with_accuracy else None
     recorder.add(
         iteration, EVALUATE, 1, epoch, start, clock() - start, 0.0, loss, NAN if accuracy is None else accuracy
     )

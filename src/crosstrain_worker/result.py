@@ -7,6 +7,7 @@
     error_type       class of the exception, empty when ok
     versions         {"framework": …, "python": …, "numpy": …}
     effective        settings read back from the framework
+    deviations       where the network differs from the spec, as the adapter declares it: `name: words; …`
     phases           {"import_s", "build_s", "first_step_s", "warmup_s"} in seconds, those reached
     steady           {"start": first steady row of the iteration pass or null, "found": bool, "reason": …}
     ci_missed        true when the budget ended before the interval was narrow enough

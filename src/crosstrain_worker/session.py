@@ -10,6 +10,7 @@ import traceback
 import numpy
 
 from crosstrain_worker import ladder, loop, result
+from crosstrain_worker.agreement import Agreement
 from crosstrain_worker.events import Events
 from crosstrain_worker.frameworks.base import Unsupported
 from crosstrain_worker.record import Recorder
@@ -24,6 +25,7 @@ class Session(object):
         self.folder = run["folder"]
         self.events = Events(self.folder, rank)
         self.recorder = Recorder(os.path.join(self.folder, "samples.%d.bin" % rank))
+        self.agreement = Agreement(self.folder, rank, run["world_size"])
         self.result = {
             "schema": result.SCHEMA,
             "status": "ok",
@@ -45,6 +47,12 @@ class Session(object):
         if self.framework is not None:
             self.framework.phase = phase
         self.events.write("phase", name=phase, **fields)
+
+    def agree(self, what, decide, *arguments):
+        """Rank 0's `decide(*arguments)` on every rank; they go on together. Outside the clock."""
+        value = self.agreement.share(what, decide, *arguments)
+        self.framework.meet()
+        return value
 
     def timed(self, phase, work):
         """Run `work()` as a phase of its own and keep its seconds as `<phase>_s`."""
@@ -72,7 +80,7 @@ def initial_arrays(run):
 
 
 def start(session):
-    """import and build: afterwards the framework holds the network with the initial weights."""
+    """import and build: afterwards the framework holds the network with the initial weights (mode `shapes`: with any)."""
     run = session.run
     module = importlib.import_module("crosstrain_worker.frameworks.on_" + run["framework"]["name"])
     framework = module.Framework(run)
@@ -86,10 +94,12 @@ def start(session):
     def build():
         framework.setup()
         framework.build()
-        framework.load(initial_arrays(run))
+        if run["mode"] != "shapes":
+            framework.load(initial_arrays(run))
 
     session.timed("build", build)
     session.result["effective"] = framework.effective()
+    session.result["deviations"] = "; ".join("%s: %s" % item for item in sorted(framework.deviations.items()))
     session.events.write("effective", **session.result["effective"])
 
 
@@ -122,7 +132,9 @@ def work(run, rank):
         start(session)
         if run["mode"] == "parity":
             session.enter("ladder")
-            ladder.run(run, session.framework)
+            ladder.run(run, session.framework, rank)
+        elif run["mode"] == "shapes":
+            ladder.write_shapes(run, session.framework)
         else:
             loop.measure_and_train(session, initial_arrays)
         out["peak_memory_mb"] = session.framework.peak_memory_mb()
@@ -135,6 +147,7 @@ def work(run, rank):
         if session.framework is not None and out["status"] == "device_oom":
             out["peak_memory_mb"] = session.framework.peak_memory_mb()
     session.recorder.close()
+    session.agreement.close()
     result.write(session.folder, rank, out)
     session.events.write("end", status=out["status"], phase=out["phase"])
     session.events.close()

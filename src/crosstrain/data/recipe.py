@@ -20,7 +20,7 @@ class Target:
     """What a network learns to give for one sample.
 
     kind: `class` (int64 class indices of shape `shape`: () or (T,)), `values` (float32 of shape `shape`) or `input` (the
-    input itself, an autoencoder). classes: only for `class`.
+    input itself or something the network makes of it, an autoencoder: the data needs no targets). classes: only for `class`.
     """
 
     kind: str
@@ -33,7 +33,7 @@ class Target:
         output = tuple(next(op["shape"] for op in spec["ops"] if op["name"] == spec["output"]))
         if spec["loss"]["op"] == "softmax_cross_entropy":
             return Target("class", output[:-1], output[-1])
-        return Target("input" if spec["target"]["kind"] == "input" else "values", output)
+        return Target("input" if spec["target"]["kind"] in ("input", "op") else "values", output)
 
 
 @dataclass(frozen=True)

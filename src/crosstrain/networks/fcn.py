@@ -1,4 +1,8 @@
-"""Fully connected networks with sigmoid hidden layers, as in Shi et al. (FCN-R has 14,205,962 parameters)."""
+"""Fully connected networks with sigmoid hidden layers, as in Shi et al.
+
+fcn_r has 14,205,962 parameters; fcn_s (the paper's four hidden layers) 122,194,048, fcn_s_code (the three of the released code)
+117,997,696, fcn_8 (six) 130,586,752. The "≈ 55 M" in the paper's text fits none of them.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from crosstrain.networks.ops import RULES, Derived, Init, Shape, Site, Weight, n
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 #: keys of a conf/network entry that are not arguments of its function
-_NOT_ARGUMENTS = ("_target_", "name", "recommended")
+_NOT_ARGUMENTS = ("_target_", "name", "recommended", "ladder")
 
 
 def image(channels: int, height: int, width: int) -> dict[str, Any]:
@@ -60,6 +60,11 @@ def itself() -> dict[str, Any]:
     return {"kind": "input"}
 
 
+def output_of(op: str) -> dict[str, Any]:
+    """Target: what this op of the network itself gives, taken as a constant (an autoencoder of a deeper layer; squared error)."""
+    return {"kind": "op", "name": op}
+
+
 @dataclass(frozen=True)
 class Op:
     """One op; `attributes` as in docs/design.md, `shape` of its output, FLOPs as in `ops.Derived`."""
@@ -75,12 +80,16 @@ class Op:
 
 @dataclass(frozen=True)
 class Variable:
-    """A parameter or a state. `decay`: weight decay applies (weights of two or more axes, not biases or norms; never a state)."""
+    """A parameter or a state. `decay`: weight decay applies (weights of two or more axes, not biases or norms; never a state).
+
+    `trained`: false for a parameter that is used as it is loaded: no gradient, no update.
+    """
 
     name: str
     shape: Shape
     init: Init
     decay: bool = False
+    trained: bool = True
 
     @property
     def size(self) -> int:
@@ -102,11 +111,22 @@ class Spec:
 
     @property
     def parameter_count(self) -> int:
+        """Of all parameters, those that are not trained included."""
         return sum(p.size for p in self.parameters)
+
+    @property
+    def trained(self) -> tuple[Variable, ...]:
+        """The parameters that are trained."""
+        return tuple(p for p in self.parameters if p.trained)
 
     @property
     def output_shape(self) -> Shape:
         return next(op.shape for op in self.ops if op.name == self.output)
+
+    @property
+    def answers_each_token(self) -> bool:
+        """Whether it is a language model: a class for each token, output (T, classes)."""
+        return self.loss == "softmax_cross_entropy" and len(self.output_shape) == 2
 
     def has(self, op: str) -> bool:
         """Whether an op of this kind is in the network."""
@@ -123,15 +143,17 @@ class Spec:
 
     @property
     def training_flops(self) -> int:
-        """FLOPs per sample of forward + weight gradients + input gradients, without the input gradients nobody needs."""
-        trained = {p.name.split(".")[0] for p in self.parameters}
+        """FLOPs per sample of forward + weight gradients + input gradients, without the gradients nobody needs."""
+        trained = {p.name.split(".")[0] for p in self.trained}
         needs_gradient: set[str] = set()
         total = 0
         for op in self.ops:
             inputs_need = any(name in needs_gradient for name in op.inputs)
-            if inputs_need or op.name in trained:
+            weight_trains = op.attributes.get("tied", op.name) in trained
+            if inputs_need or weight_trains or op.name in trained:
                 needs_gradient.add(op.name)
-            total += 3 * (op.input_flops + op.inner_flops) - (0 if inputs_need else op.input_flops)
+            total += (1 + inputs_need + weight_trains) * op.input_flops
+            total += (3 if inputs_need or weight_trains else 1) * op.inner_flops
         return total
 
     def to_json(self) -> dict[str, Any]:
@@ -147,7 +169,8 @@ class Spec:
             "output": self.output,
             "loss": {"op": self.loss},
             "parameters": [
-                {"name": p.name, "shape": list(p.shape), "init": dict(p.init), "decay": p.decay} for p in self.parameters
+                {"name": p.name, "shape": list(p.shape), "init": dict(p.init), "decay": p.decay, "trained": p.trained}
+                for p in self.parameters
             ],
             "states": [{"name": s.name, "shape": list(s.shape), "init": dict(s.init)} for s in self.states],
         }
@@ -199,12 +222,18 @@ class Network:
         self._states: list[Variable] = []
 
     def add(
-        self, op: str, name: str, inputs: str | Iterable[str] | None = None, init: str | Init | None = None, **attributes: Any
+        self,
+        op: str,
+        name: str,
+        inputs: str | Iterable[str] | None = None,
+        init: str | Init | None = None,
+        trained: bool = True,
+        **attributes: Any,
     ) -> str:
         """Append an op and return its name. `inputs`: names of earlier ops or `input`; None = the op before.
 
         `init` replaces the default of the op's weights (two or more axes): a name of `ops.named_init`, or {kind, …}.
-        Raises ConfigError (one line: op, shapes, what is wrong).
+        `trained`: false freezes the op's parameters. Raises ConfigError (one line: op, shapes, what is wrong).
         """
         if not _NAME.fullmatch(name) or name in self._shapes:
             raise ConfigError(f"op {name!r} ({op}): a name is letters, digits and _, and used once")
@@ -215,7 +244,7 @@ class Network:
         derived = RULES[op](self._site(op, name, canonical, sources))
         self._shapes[name] = derived.shape
         self.ops.append(Op(op, name, sources, _frozen(canonical), derived.shape, derived.input_flops, derived.inner_flops))
-        self._register(name, derived, init)
+        self._register(name, derived, init, trained)
         return name
 
     def finish(self, output: str | None = None, loss: str = "softmax_cross_entropy") -> Spec:
@@ -255,15 +284,15 @@ class Network:
             raise site.fail(f"wants (T, width) with the T of a tokens input, here {self.input['kind']} {self._shapes['input']}")
         return site
 
-    def _register(self, name: str, derived: Derived, init: str | Init | None) -> None:
+    def _register(self, name: str, derived: Derived, init: str | Init | None, trained: bool) -> None:
         def start(weight: Weight) -> Init:
             if init is None or len(weight.shape) < 2:
                 return weight.init
             return named_init(init, weight.shape) if isinstance(init, str) else init
 
         for weight in derived.parameters:
-            decay = len(weight.shape) >= 2
-            self._parameters.append(Variable(f"{name}.{weight.suffix}", weight.shape, _frozen(start(weight)), decay))
+            decay = trained and len(weight.shape) >= 2
+            self._parameters.append(Variable(f"{name}.{weight.suffix}", weight.shape, _frozen(start(weight)), decay, trained))
         for state in derived.states:
             self._states.append(Variable(f"{name}.{state.suffix}", state.shape, _frozen(state.init)))
 
@@ -280,8 +309,10 @@ class Network:
         if loss == "softmax_cross_entropy":
             wanted = kind == "class" and len(shape) <= 2 and shape[-1] == self.target["classes"]
         elif loss == "mean_squared_error":
-            wanted = (kind == "input" and shape == self._shapes["input"] and self.input["kind"] != "tokens") or (
-                kind == "values" and shape == tuple(self.target["shape"])
+            wanted = (
+                (kind == "input" and shape == self._shapes["input"] and self.input["kind"] != "tokens")
+                or (kind == "values" and shape == tuple(self.target["shape"]))
+                or (kind == "op" and shape == self._shapes.get(self.target["name"]))
             )
         else:
             raise ConfigError(f"network {self.name}: loss {loss!r} is not softmax_cross_entropy or mean_squared_error")
@@ -290,11 +321,11 @@ class Network:
 
 
 def build(config: Mapping[str, Any]) -> Spec:
-    """The spec of a conf/network entry: calls `_target_` with the entry's other keys (but for name and recommended).
+    """The spec of a conf/network entry: calls `_target_` with the entry's other keys (but for name, recommended and ladder).
 
     The spec takes the entry's `name`. Raises ConfigError (one line) for a bad `_target_` or argument, or what the function raises.
     """
-    entry: dict[str, Any] = dict(OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config)  # type: ignore[arg-type]
+    entry = _plain(config)
     target, arguments = entry.get("_target_"), {k: v for k, v in entry.items() if k not in _NOT_ARGUMENTS}
     where = f"network {entry.get('name', '?')}: _target_={target}"
     if not isinstance(target, str):
@@ -318,6 +349,22 @@ def build(config: Mapping[str, Any]) -> Spec:
     return replace(spec, name=str(entry.get("name", spec.name)))
 
 
+def ladder_variant(config: Mapping[str, Any]) -> Spec:
+    """The network that stands for a conf/network entry on the parity ladder: the same function with the arguments of `ladder`.
+
+    Without `ladder` it is the entry's own network. Raises ConfigError as `build` does, and for a bad `ladder`.
+    """
+    entry = _plain(config)
+    changes = entry.get("ladder") or {}
+    if not isinstance(changes, dict) or set(changes) & set(_NOT_ARGUMENTS):
+        raise ConfigError(f"network {entry.get('name', '?')}: ladder={changes} must be {{argument of _target_: value, …}}")
+    return build({**entry, **changes})
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config)  # type: ignore[arg-type]
+
+
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
@@ -331,11 +378,12 @@ def _checked_input(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _declared(what: str, derived: tuple[Variable, ...], written: list[dict[str, Any]] | None) -> tuple[Variable, ...]:
-    """The written variables (their init and decay count), if names and shapes are the derived ones."""
+    """The written variables (their init, decay and trained count), if names and shapes are the derived ones."""
     if written is None:
         return derived
     found = tuple(
-        Variable(w["name"], tuple(w["shape"]), _frozen(w["init"]), bool(w.get("decay", False))) for w in written
+        Variable(w["name"], tuple(w["shape"]), _frozen(w["init"]), bool(w.get("decay", False)), bool(w.get("trained", True)))
+        for w in written
     )
     if [(v.name, v.shape) for v in found] != [(v.name, v.shape) for v in derived]:
         raise ConfigError(f"{what} written {[(v.name, v.shape) for v in found]}, derived {[(v.name, v.shape) for v in derived]}")

@@ -31,12 +31,17 @@ class Base(object):
     memory_formats = ("contiguous",)
     #: most replicas this adapter can drive natively
     max_replicas = 1
+    #: how many of a run's replicas one rank drives: `one` or `all`; conf/framework/<name>.yaml says the same to the driver
+    replicas_per_rank = "one"
+    #: whether it keeps parameters with `trained: false` as they are loaded, and takes an op of the network as the target
+    frozen_parameters = False
     #: named differences from the spec that can not be configured away: {op or parameter: words}
     deviations = {}
 
     def __init__(self, run):
         self.run = run
         self.spec = run["network"]
+        self.deviations = {}
         #: this worker's rank, set by the session
         self.rank = 0
         #: the phase the run is in, set by the session
@@ -60,6 +65,9 @@ class Base(object):
         for op in self.spec["ops"]:
             if op["op"] not in self.ops:
                 raise Unsupported("%s has no mapping for op %s (%s)" % (name, op["op"], op["name"]))
+        frozen = len(self.trained_parameters()) < len(self.spec["parameters"]) or self.spec["target"]["kind"] == "op"
+        if frozen and not self.frozen_parameters:
+            raise Unsupported("%s: this adapter can not freeze parameters, as network %s asks" % (name, self.spec["name"]))
         checks = (
             ("precision", run["precision"], self.precisions.get(run["device"], ())),
             ("framework.compile", run["framework"].get("compile", "off"), self.compile_modes),
@@ -73,6 +81,26 @@ class Base(object):
                 )
         if run["replicas"] > self.max_replicas:
             raise Unsupported("%s drives at most %d replica here, asked for %d" % (name, self.max_replicas, run["replicas"]))
+        ranks = run["replicas"] if self.replicas_per_rank == "one" else 1
+        if run["world_size"] != ranks:
+            raise Unsupported(
+                "%s needs %d ranks for replicas=%d, it got %d" % (name, ranks, run["replicas"], run["world_size"]),
+                "framework.replicas_per_rank=%s" % self.replicas_per_rank,
+            )
+
+    def trained_parameters(self):
+        """The spec's entries of the parameters that are trained; the others are loaded and stay as they are."""
+        return [parameter for parameter in self.spec["parameters"] if parameter.get("trained", True)]
+
+    def declare_own_statistics(self):
+        """With several replicas, each normalises its own part of the batch: declare it for every batch norm."""
+        if self.run["replicas"] < 2:
+            return
+        words = "statistics are each replica's own, evaluation takes those of the first"
+        for op in self.spec["ops"]:
+            if op["op"] == "batch_norm":
+                before = self.deviations.get(op["name"])
+                self.deviations[op["name"]] = before + "; " + words if before else words
 
     # -- set up ----------------------------------------------------------------------------------------------------------
     def setup(self):
@@ -88,16 +116,27 @@ class Base(object):
         raise NotImplementedError
 
     def read(self):
-        """{name: float32 array} of all parameters and states, in the canonical layouts."""
+        """{name: float32 array} of all parameters and states, in the canonical layouts; of the rank's first replica.
+
+        Also between `build` and `load`, when the values mean nothing yet.
+        """
         raise NotImplementedError
+
+    def read_replicas(self):
+        """What `read` gives, of every replica of this rank."""
+        return [self.read()]
 
     # -- one batch ---------------------------------------------------------------------------------------------------------
     def to_device(self, inputs, targets):
-        """The batch on the device(s), in whatever form `step` takes. May be asynchronous."""
+        """The rank's batch on its device(s), in whatever form `step` takes. May be asynchronous."""
         raise NotImplementedError
 
     def step(self, batch):
-        """Forward, backward, reduction, update. Returns (loss handle, correct handle or None); does not wait."""
+        """Forward, backward, reduction, update. Returns (loss handle, correct handle or None); does not wait.
+
+        Loss and correct answers are the rank's. The gradient that is clipped and applied is that of the mean loss over the global
+        batch: the replicas have equal shares of it, so it is the mean of theirs.
+        """
         raise NotImplementedError
 
     def gradient(self, batch):
@@ -111,6 +150,9 @@ class Base(object):
     def sync(self):
         """Wait until everything queued on every used device is done."""
         raise NotImplementedError
+
+    def meet(self):
+        """Wait until all ranks are here. Outside the clock; nothing to do for frameworks whose ranks do not wait for each other."""
 
     def value(self, handle):
         """A Python float of a loss or correct handle (for an output handle of `forward`: its first element)."""
@@ -129,8 +171,12 @@ class Base(object):
         """float32 array of the network's output (logits) for one batch, in training or evaluation mode, without any update."""
         raise NotImplementedError
 
+    def executed_flops(self, batch):
+        """{kernel: FLOPs} of one training iteration, as the framework itself counts what it executes; None where it can not."""
+        return None
+
     def gradients(self, batch):
-        """{name: float32 array}: the loss's gradient of every parameter (before clipping and weight decay). No update."""
+        """{name: float32 array}: the loss's gradient of every trained parameter (before clipping and weight decay). No update."""
         raise NotImplementedError
 
     # -- facts ------------------------------------------------------------------------------------------------------------------

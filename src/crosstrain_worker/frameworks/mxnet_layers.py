@@ -134,12 +134,17 @@ class Network(gluon.HybridBlock):
                     inputs = [len(self.plan)]
                 self.positions[op["name"]] = inputs[0]
         self.last = self.positions[spec["output"]]
+        self.target = self.positions[spec["target"]["name"]] if spec["target"]["kind"] == "op" else None
 
     def hybrid_forward(self, F, x):
+        return self.values(x)[self.last]
+
+    def values(self, x):
+        """What every layer gives, the input first."""
         values = [x]
         for layer, inputs in self.plan:
             values.append(layer(*[values[i] for i in inputs]))
-        return values[self.last]
+        return values
 
     def keep(self, op, **parameters):
         """Gluon Parameters by the spec's suffixes. Those that are None are left out."""
@@ -337,7 +342,10 @@ BUILDERS = {
 
 # -- losses -----------------------------------------------------------------------------------------------------------
 class Trained(gluon.HybridBlock):
-    """Network and loss in one graph: the mean loss, and with `counting` also the number of correct answers."""
+    """Network and loss in one graph: the mean loss, and with `counting` also the number of correct answers.
+
+    Where an op of the network is the target there are no other targets; what it gives is a constant then.
+    """
 
     def __init__(self, network, loss, counting=False):
         gluon.HybridBlock.__init__(self)
@@ -350,8 +358,12 @@ class Trained(gluon.HybridBlock):
             # L2Loss halves what it is given
             self.loss = gluon.loss.SoftmaxCrossEntropyLoss() if self.classes else gluon.loss.L2Loss(weight=2.0)
 
-    def hybrid_forward(self, F, inputs, targets):
-        output = self.network(inputs)
+    def hybrid_forward(self, F, inputs, targets=None):
+        if self.network.target is None:
+            output = self.network(inputs)
+        else:
+            values = self.network.values(inputs)
+            output, targets = values[self.network.last], F.BlockGrad(values[self.network.target])
         loss = F.mean(self.loss(output, targets))
         if not self.counting:
             return loss

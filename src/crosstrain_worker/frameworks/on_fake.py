@@ -29,6 +29,7 @@ class Framework(Base):
     ops = frozenset()
     precisions = {"cpu": ("fp32", "bf16"), "gpu": ("fp32", "tf32", "bf16", "fp16")}
     max_replicas = 64
+    frozen_parameters = True
 
     def check(self):
         self.ops = frozenset(op["op"] for op in self.spec["ops"])  # it computes nothing, so it can do everything
@@ -57,7 +58,7 @@ class Framework(Base):
 
     def load(self, arrays):
         self.arrays = dict((name, numpy.array(array)) for name, array in arrays.items())
-        self.trained = [entry["name"] for entry in self.spec["parameters"]][:1]
+        self.trained = [entry["name"] for entry in self.trained_parameters()][:1]
         self.losses = 0
 
     def read(self):
@@ -78,7 +79,7 @@ class Framework(Base):
             for name in self.trained:
                 self.arrays[name].flat[0] += 1e-3
         self.losses += 1
-        correct = len(batch[0]) * (1.0 - 1.0 / (1.0 + self.losses)) if self.with_accuracy else None
+        correct = batch[1].size * (1.0 - 1.0 / (1.0 + self.losses)) if self.with_accuracy else None
         return self.loss(count), correct
 
     def loss(self, count):
@@ -115,7 +116,7 @@ class Framework(Base):
 
     def evaluate(self, batch):
         self.fail_at("evaluate")
-        return 1.0 / (1.0 + self.losses), int(len(batch[0]) * (1.0 - 1.0 / (1.0 + self.losses)))
+        return 1.0 / (1.0 + self.losses), int(batch[1].size * (1.0 - 1.0 / (1.0 + self.losses)))
 
     def effective(self):
         return {"threads": self.run["threads"]}

@@ -15,7 +15,11 @@ layers = None
 
 
 class Framework(Base):
-    """One replica on the CPU or on gpu(0) (CUDA_VISIBLE_DEVICES is set by the launcher)."""
+    """All replicas in one rank: on cpu(0), cpu(1), … or gpu(0), gpu(1), … (CUDA_VISIBLE_DEVICES is set by the launcher).
+
+    Several: a Gluon Trainer with kvstore `device`, which adds their gradients. A batch is a list of each replica's part, a handle
+    (arrays of the replicas, divisor): its value is their sum over the divisor.
+    """
 
     ops = frozenset(
         (
@@ -51,13 +55,16 @@ class Framework(Base):
     precisions = {"cpu": ("fp32",), "gpu": ("fp32",)}
     compile_modes = ("off", "on")
     memory_formats = ("contiguous",)
-    max_replicas = 1
+    max_replicas = 1024
+    replicas_per_rank = "all"
+    frozen_parameters = True
 
     def __init__(self, run):
         Base.__init__(self, run)
         self.gpu = run["device"] == "gpu"
         self.settings = run["framework"]
         self.compile = self.settings.get("compile", "off")
+        self.replicas = run["replicas"]
         # Found by experiment on the CPU; cuDNN keeps n/(n-1) times the batch's variance.
         kept = "unbiased" if self.gpu else "biased"
         self.deviations = {}
@@ -66,6 +73,7 @@ class Framework(Base):
                 self.deviations[op["name"]] = "running variance is %s, the spec's is %s" % (kept, op["variance"])
             if op["op"] == "lstm":
                 self.deviations[op["name"]] = "has a second bias (h2h_bias): 0, frozen, not counted"
+        self.declare_own_statistics()
 
     # -- before anything is built -------------------------------------------------------------------------------------
     def load_library(self):
@@ -106,12 +114,12 @@ class Framework(Base):
                 "MXNet %s has no code for compute capability %d.%d (the wheels end at 8.6)" % ((mx.__version__,) + capability),
                 "device=cpu",
             )
-        if mx.context.num_gpus() == 0:
-            raise Unsupported("MXNet %s sees no GPU" % mx.__version__, "device=cpu")
+        if mx.context.num_gpus() < self.replicas:
+            raise Unsupported("MXNet %s sees %d GPUs, not %d" % (mx.__version__, mx.context.num_gpus(), self.replicas), "device=cpu")
 
     # -- set up ----------------------------------------------------------------------------------------------------------
     def setup(self):
-        self.context = mx.gpu(0) if self.gpu else mx.cpu()
+        self.contexts = [mx.gpu(i) if self.gpu else mx.cpu(i) for i in range(self.replicas)]
 
     def build(self):
         self.network = layers.Network(self.spec)
@@ -120,16 +128,18 @@ class Framework(Base):
         self.trained = layers.Trained(self.network, loss)
         self.counted = layers.Trained(self.network, loss, counting=True)
         self.evaluated = layers.Trained(self.network, loss, counting=True)
-        self.network.collect_params().initialize(mx.init.Zero(), ctx=self.context)
+        self.network.collect_params().initialize(mx.init.Zero(), ctx=self.contexts)
         if self.compile == "on":
             for block in (self.trained, self.counted, self.evaluated):
                 block.hybridize(static_alloc=True, static_shape=True)
         self.slots = self.network.slots
         self.classes = loss["op"] == "softmax_cross_entropy"
-        self.output_shape = next(tuple(op["shape"]) for op in self.spec["ops"] if op["name"] == self.spec["output"])
         for parameter in self.spec["parameters"]:
-            self.slots[parameter["name"]].wd_mult = 1.0 if parameter["decay"] else 0.0
-        self.parameters = [self.slots[parameter["name"]] for parameter in self.spec["parameters"]]
+            slot = self.slots[parameter["name"]]
+            slot.wd_mult = 1.0 if parameter["decay"] else 0.0
+            if not parameter.get("trained", True):
+                slot.grad_req = "null"
+        self.parameters = [self.slots[parameter["name"]] for parameter in self.trained_parameters()]
         self.clip_norm = self.run["optimizer"]["clip_norm"]
         self.new_trainer()
 
@@ -144,6 +154,9 @@ class Framework(Base):
             self.parameters,
             "sgd",
             {"learning_rate": wanted["learning_rate"], "momentum": wanted["momentum"], "wd": wanted["weight_decay"]},
+            kvstore="device",  # not used for one replica
+            # Its own choice (in the store), except where something comes between reduction and update.
+            update_on_kvstore=False if self.clip_norm is not None or self.run["task"] == "gradient" else None,
         )
 
     def load(self, arrays):
@@ -153,82 +166,115 @@ class Framework(Base):
             array = arrays[name]
             if tuple(array.shape) != tuple(parameter.shape):
                 raise ValueError("mxnet: %s has shape %s, not %s" % (name, tuple(parameter.shape), tuple(array.shape)))
-            parameter.set_data(mx.nd.array(array, ctx=self.context, dtype="float32"))
+            parameter.set_data(mx.nd.array(array, ctx=self.contexts[0], dtype="float32"))
         self.new_trainer()
         # the same dropout masks after every load
         mx.random.seed(self.run["seed"])
 
     def read(self):
-        return {name: parameter.data(self.context).asnumpy() for name, parameter in self.slots.items()}
+        return self.read_replicas(self.contexts[:1])[0]
+
+    def read_replicas(self, contexts=None):
+        return [
+            {name: parameter.data(context).asnumpy() for name, parameter in self.slots.items()}
+            for context in contexts or self.contexts
+        ]
 
     # -- one batch ---------------------------------------------------------------------------------------------------------
     def to_device(self, inputs, targets):
         """Copies; class indices become float32, as Gluon's losses take them (exact below 2**24)."""
-        inputs = mx.nd.array(inputs, ctx=self.context, dtype=inputs.dtype)
-        targets = inputs if targets is None else mx.nd.array(targets, ctx=self.context, dtype="float32")
-        return inputs, targets if self.classes else targets.reshape((-1,) + self.output_shape)
+        kind = self.spec["target"]["kind"]
+        inputs = self.split(inputs, inputs.dtype)
+        if kind == "op":
+            return [(x,) for x in inputs]
+        return list(zip(inputs, inputs if targets is None or kind == "input" else self.split(targets, "float32")))
+
+    def split(self, array, dtype):
+        """Each replica's part, on its device; the last batch of a test set may leave some replicas without one."""
+        if self.replicas == 1:
+            return [mx.nd.array(array, ctx=self.contexts[0], dtype=dtype)]
+        contexts = self.contexts[: len(array)]
+        parts = numpy.array_split(array, len(contexts))
+        return [mx.nd.array(part, ctx=context, dtype=dtype) for part, context in zip(parts, contexts)]
 
     def step(self, batch):
-        handles = self.gradient(batch)
-        if self.clip_norm is not None:
-            gradients = [parameter.grad(self.context) for parameter in self.parameters]
-            mx.gluon.utils.clip_global_norm(gradients, self.clip_norm, check_isfinite=False)
-        # the loss is a mean already
-        self.trainer.step(1)
+        handles = self.backward(batch)
+        trainer = self.trainer
+        if self.clip_norm is None:
+            # the losses are means already
+            trainer.step(self.replicas)
+            return handles
+        trainer.allreduce_grads()
+        for context in self.contexts:
+            # what the replicas' gradients add up to is as many times their mean
+            gradients = [parameter.grad(context) for parameter in self.parameters]
+            mx.gluon.utils.clip_global_norm(gradients, self.clip_norm * self.replicas, check_isfinite=False)
+        trainer.update(self.replicas)
         return handles
 
     def gradient(self, batch):
-        inputs, targets = batch
+        handles = self.backward(batch)
+        self.trainer.allreduce_grads()
+        return handles
+
+    def backward(self, batch):
+        """Forward and backward of every replica; without reduction."""
         if self.with_accuracy:
             with mx.autograd.record():
-                loss, correct = self.counted(inputs, targets)
+                found = [self.counted(*part) for part in batch]
+            losses, correct = [loss for loss, _ in found], ([right for _, right in found], 1)
         else:
             correct = None
             with mx.autograd.record():
-                loss = self.trained(inputs, targets)
-        loss.backward()
-        return loss, correct
+                losses = [self.trained(*part) for part in batch]
+        mx.autograd.backward(losses)
+        return (losses, self.replicas), correct
 
     def forward(self, batch):
-        return self.network(batch[0]), None
+        return ([self.network(part[0]) for part in batch], 1), None
 
     def sync(self):
         mx.nd.waitall()
 
     def value(self, handle):
-        return float(handle[(0,) * handle.ndim].asscalar() if handle.size > 1 else handle.asscalar())
+        arrays, divisor = handle
+        return sum(first_element(array) for array in arrays) / divisor
 
     def probe(self):
-        return self.value(self.parameters[-1].data(self.context)) if self.parameters else 0.0
+        return sum(first_element(copy) for copy in self.parameters[-1].list_data()) if self.parameters else 0.0
 
     def evaluate(self, batch):
-        loss, correct = self.evaluated(*batch)
-        return float(loss.asscalar()), int(correct.asscalar())
+        sizes = [len(part[0]) for part in batch]
+        found = [self.evaluated(*part) for part in batch]
+        loss = sum(size * float(mean.asscalar()) for size, (mean, _) in zip(sizes, found)) / sum(sizes)
+        return loss, sum(int(correct.asscalar()) for _, correct in found)
 
     # -- for the ladder -------------------------------------------------------------------------------------------------------
     def output(self, batch, training):
         with mx.autograd.train_mode() if training else mx.autograd.predict_mode(), self.states_kept():
-            return self.network(batch[0]).asnumpy()
+            return numpy.concatenate([self.network(part[0]).asnumpy() for part in batch])
 
     def gradients(self, batch):
         with self.states_kept():
             self.gradient(batch)
             mx.nd.waitall()
-        return {p["name"]: self.slots[p["name"]].grad(self.context).asnumpy() for p in self.spec["parameters"]}
+        summed = {p["name"]: self.slots[p["name"]].grad(self.contexts[0]).asnumpy() for p in self.trained_parameters()}
+        return {name: gradient / self.replicas for name, gradient in summed.items()}
 
     @contextlib.contextmanager
     def states_kept(self):
         """Running statistics as they were before."""
         states = [self.slots[state["name"]] for state in self.spec["states"]]
-        before = [state.data(self.context).copy() for state in states]
+        before = [[value.copy() for value in state.list_data()] for state in states]
         yield
-        for state, value in zip(states, before):
-            state.set_data(value)
+        for state, values in zip(states, before):
+            for value, kept in zip(state.list_data(), values):
+                value[:] = kept
 
     # -- facts ------------------------------------------------------------------------------------------------------------------
     def effective(self):
         return {
-            "device": str(self.context),
+            "device": ", ".join(str(context) for context in self.contexts),
             # the OpenMP that MXNet is linked with
             "threads": mx.base._LIB.omp_get_max_threads(),
             "precision": "fp32",
@@ -242,6 +288,11 @@ class Framework(Base):
     def is_oom(self, error):
         words = str(error).lower()
         return isinstance(error, mx.MXNetError) and ("out of memory" in words or "failed to allocate" in words)
+
+
+def first_element(array):
+    """A Python float. Waits for the array."""
+    return float(array[(0,) * array.ndim].asscalar() if array.size > 1 else array.asscalar())
 
 
 def compute_capability():

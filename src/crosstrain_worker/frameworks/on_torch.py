@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shutil
+import warnings
 
 import numpy
 
@@ -19,7 +20,10 @@ HALF = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class Framework(Base):
-    """One replica on the CPU or on cuda:0 (CUDA_VISIBLE_DEVICES is set by the launcher)."""
+    """One replica in each rank, on the CPU or on cuda:<rank> (CUDA_VISIBLE_DEVICES is set by the launcher).
+
+    Several: DistributedDataParallel, over gloo on the CPU and NCCL on GPUs, which meet at a file in the run folder: no port to clash.
+    """
 
     ops = frozenset(
         (
@@ -55,7 +59,8 @@ class Framework(Base):
     precisions = {"cpu": ("fp32", "bf16"), "gpu": ("fp32", "tf32", "bf16", "fp16")}
     compile_modes = ("off", "on", "max")
     memory_formats = ("contiguous", "channels_last")
-    max_replicas = 1
+    max_replicas = 1024
+    frozen_parameters = True
 
     def __init__(self, run):
         Base.__init__(self, run)
@@ -68,6 +73,8 @@ class Framework(Base):
                 self.deviations[op["name"]] = "running variance is unbiased, the spec's is %s" % op["variance"]
             if op["op"] == "lstm":
                 self.deviations[op["name"]] = "has a second bias (bias_hh): 0, frozen, not counted"
+        self.declare_own_statistics()
+        self.distributed = run["world_size"] > 1
 
     # -- before anything is built -------------------------------------------------------------------------------------
     def load_library(self):
@@ -99,6 +106,8 @@ class Framework(Base):
         Base.check(self)
         if self.gpu:
             self.check_gpu()
+        if self.distributed:
+            self.check_distributed()
         if self.compile != "off":
             # torch.compile generates C++ for the CPU and Triton for the GPU
             compiler = os.environ.get("CXX", "g++")
@@ -109,13 +118,21 @@ class Framework(Base):
             if self.gpu and importlib.util.find_spec("triton") is None:
                 raise Unsupported("torch.compile needs Triton on the GPU, it is not in this environment", "install triton")
 
+    def check_distributed(self):
+        backend = "nccl" if self.gpu else "gloo"
+        if not torch.distributed.is_available() or not torch.distributed.is_backend_available(backend):
+            raise Unsupported("this build of PyTorch (%s) has no %s for several replicas" % (torch.__version__, backend))
+
     def check_gpu(self):
         version = torch.__version__
         if not torch.backends.cuda.is_built():
             raise Unsupported("this build of PyTorch (%s) has no CUDA" % version, "install the CUDA build, or device=cpu")
-        if torch.cuda.device_count() == 0:
-            raise Unsupported("PyTorch %s (CUDA %s) sees no GPU: the driver is missing or too old" % (version, torch.version.cuda))
-        capability = torch.cuda.get_device_capability(0)
+        if torch.cuda.device_count() <= self.rank:
+            which = " %d" % self.rank if torch.cuda.device_count() else ""
+            raise Unsupported(
+                "PyTorch %s (CUDA %s) sees no GPU%s: the driver is missing or too old" % (version, torch.version.cuda, which)
+            )
+        capability = torch.cuda.get_device_capability(self.rank)
         architectures = torch.cuda.get_arch_list()
         if not has_code(architectures, capability):
             raise Unsupported(
@@ -133,7 +150,7 @@ class Framework(Base):
         torch.set_num_threads(self.run["threads"])
         if torch.get_num_interop_threads() != 1:  # can be set once in a process
             torch.set_num_interop_threads(1)
-        self.device = torch.device("cuda:0" if self.gpu else "cpu")
+        self.device = torch.device("cuda:%d" % self.rank if self.gpu else "cpu")
         tf32 = self.run["precision"] == "tf32"
         torch.backends.cuda.matmul.allow_tf32 = tf32
         torch.backends.cudnn.allow_tf32 = tf32
@@ -143,27 +160,60 @@ class Framework(Base):
         if self.gpu:
             torch.cuda.set_device(self.device)
             torch.cuda.reset_peak_memory_stats()
+        if self.distributed:
+            self.join_ranks()
+
+    def join_ranks(self):
+        """The process group of all ranks; waits for them."""
+        # All ranks are on this machine; gloo would look for the address of its host name, which is not always there.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        ranks = self.run["world_size"]
+        store = torch.distributed.FileStore(os.path.join(self.run["folder"], "rendezvous"), ranks)
+        torch.distributed.init_process_group(
+            "nccl" if self.gpu else "gloo",
+            store=store,
+            rank=self.rank,
+            world_size=ranks,
+            device_id=self.device if self.gpu else None,
+        )
 
     def build(self):
         with torch.device(self.device):
-            self.network, slots = layers.build(self.spec)
+            self.network, with_target, slots = layers.build(self.spec)
             loss = layers.build_loss(self.spec)
         self.channels_last = self.settings.get("memory_format", "contiguous") == "channels_last"
         if self.channels_last:
             self.network.to(memory_format=torch.channels_last)
         self.tensors = {name: getattr(module, attribute) for name, (module, attribute) in slots.items()}
-        self.probed = self.tensors[self.spec["parameters"][-1]["name"]] if self.spec["parameters"] else None
-        self.trained = layers.Trained(self.network, loss)
+        names = [parameter["name"] for parameter in self.trained_parameters()]
+        for name, tensor in self.tensors.items():
+            tensor.requires_grad_(name in names)
+        self.probed = self.tensors[names[-1]] if names else None
+        self.trained = layers.Trained(self.network, loss, with_target)
         self.image = self.spec["input"]["kind"] == "image"
-        self.output_shape = layers.output_shape(self.spec)
         self.classes = self.spec["loss"]["op"] == "softmax_cross_entropy"
         self.build_optimizer()
         # What the hot path calls. Evaluation stays eager: it is not timed, and compiling it again would cost minutes.
         compiled = self.compiled if self.compile != "off" else (lambda module: module)
-        self.loss_and_output = self.with_autocast(compiled(self.trained))
+        self.loss_and_output = self.with_autocast(compiled(self.parallel(self.trained)))
         self.infer = self.with_autocast(compiled(self.network))
         # CUDA graphs (mode max-autotune) reuse the memory of what they return
         self.copy_outputs = self.compile == "max" and self.gpu
+
+    def parallel(self, module):
+        """With several ranks: the module whose backward pass averages the gradients over them, while it runs."""
+        if not self.distributed:
+            return module
+        with warnings.catch_warnings():
+            # that broadcast_buffers has another name from 2.13 on
+            warnings.simplefilter("ignore", FutureWarning)
+            return torch.nn.parallel.DistributedDataParallel(
+                module,
+                device_ids=[self.device] if self.gpu else None,
+                broadcast_buffers=False,  # running statistics stay each replica's own
+                gradient_as_bucket_view=True,
+                static_graph=self.compile == "off",  # torch.compile splits the graph at DDP's buckets, which this would hide
+            )
 
     def compiled(self, module):
         return torch.compile(module, dynamic=False, mode="max-autotune" if self.compile == "max" else None)
@@ -182,8 +232,8 @@ class Framework(Base):
         wanted = self.run["optimizer"]
         if wanted["name"] != "sgd":
             raise Unsupported("torch: this adapter has no mapping for optimizer %s" % wanted["name"])
-        decayed = [self.tensors[p["name"]] for p in self.spec["parameters"] if p["decay"]]
-        others = [self.tensors[p["name"]] for p in self.spec["parameters"] if not p["decay"]]
+        decayed = [self.tensors[p["name"]] for p in self.trained_parameters() if p["decay"]]
+        others = [self.tensors[p["name"]] for p in self.trained_parameters() if not p["decay"]]
         self.parameters = decayed + others
         groups = [{"params": decayed, "weight_decay": wanted["weight_decay"]}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.SGD(
@@ -231,13 +281,13 @@ class Framework(Base):
             inputs = inputs.pin_memory().to(self.device, non_blocking=True)
         if self.channels_last and self.image:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        if targets is None:
+        if targets is None or self.spec["target"]["kind"] in ("input", "op"):
             targets = inputs
         else:
             targets = torch.from_numpy(writable(targets))
             if self.gpu:
                 targets = targets.pin_memory().to(self.device, non_blocking=True)
-        return inputs, targets if self.classes else targets.reshape((-1,) + self.output_shape)
+        return inputs, targets
 
     def step(self, batch):
         loss, correct = self.backward(batch)
@@ -291,6 +341,10 @@ class Framework(Base):
         if self.gpu:
             torch.cuda.synchronize(self.device)
 
+    def meet(self):
+        if self.distributed:
+            torch.distributed.barrier()
+
     def value(self, handle):
         return float(handle if handle.dim() == 0 else handle[(0,) * handle.dim()])
 
@@ -316,9 +370,16 @@ class Framework(Base):
         with self.states_kept():
             self.backward(batch)
         self.scaler = scaler
-        grads = {p["name"]: self.tensors[p["name"]].grad for p in self.spec["parameters"]}
+        grads = {p["name"]: self.tensors[p["name"]].grad for p in self.trained_parameters()}
         # a parameter that the loss does not depend on has no gradient tensor
         return {name: to_numpy(torch.zeros_like(self.tensors[name]) if grad is None else grad) for name, grad in grads.items()}
+
+    def executed_flops(self, batch):
+        if self.compile != "off":
+            return None  # PyTorch's counter does not see into compiled kernels
+        from . import torch_flops
+
+        return torch_flops.count(lambda: self.step(batch))
 
     @contextlib.contextmanager
     def states_kept(self):
@@ -366,6 +427,10 @@ class Framework(Base):
             or "CUBLAS_STATUS_ALLOC_FAILED" in words
             or "DefaultCPUAllocator" in words
         )
+
+    def close(self):
+        if self.distributed:
+            torch.distributed.destroy_process_group()
 
 
 def has_code(architectures, capability):

@@ -149,14 +149,23 @@ class Network(object):
                 self.slots["%s.%s" % (op["name"], suffix)] = (module, suffix)
 
     def finish(self):
-        """(GraphModule, slots)"""
-        self.graph.output(self.nodes[self.spec["output"]])
+        """(network, with_target, slots): GraphModules of the same layers. See `build`."""
+        output, with_target = self.nodes[self.spec["output"]], None
+        if self.spec["target"]["kind"] == "op":
+            graph, copies = fx.Graph(), {}
+            graph.graph_copy(self.graph, copies)
+            graph.output((copies[output], copies[self.nodes[self.spec["target"]["name"]]]))
+            with_target = fx.GraphModule(self.modules, graph, "NetworkWithTarget")
+        self.graph.output(output)
         self.graph.lint()
-        return fx.GraphModule(self.modules, self.graph, "Network"), self.slots
+        return fx.GraphModule(self.modules, self.graph, "Network"), with_target, self.slots
 
 
 def build(spec):
-    """(network, slots) of a spec: the module maps (N, …input shape) to the output of the op `spec["output"]`."""
+    """(network, with_target, slots) of a spec: the network maps (N, …input shape) to the output of the op `spec["output"]`.
+
+    `with_target` maps it to that and the output of the op that is the target; None where the target is no op.
+    """
     network = Network(spec)
     for op in spec["ops"]:
         inputs = [network.nodes[name] for name in op["inputs"]]
@@ -371,16 +380,23 @@ class CrossEntropy(nn.CrossEntropyLoss):
 
 
 class Trained(nn.Module):
-    """Network and loss in one module, so that torch.compile sees both. Returns (loss, output)."""
+    """Network and loss in one module, so that torch.compile sees both. Returns (loss, output).
 
-    def __init__(self, network, loss):
+    `with_target` (see `build`): the targets then are what an op of the network gives, as a constant.
+    """
+
+    def __init__(self, network, loss, with_target=None):
         nn.Module.__init__(self)
         self.network = network
         self.loss = loss
+        self.with_target = with_target
 
     def forward(self, inputs, targets):
-        output = self.network(inputs)
-        return self.loss(output, targets), output
+        if self.with_target is None:
+            output = self.network(inputs)
+        else:
+            output, targets = self.with_target(inputs)
+        return self.loss(output, targets.detach()), output
 
 
 def build_loss(spec):

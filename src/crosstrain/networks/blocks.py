@@ -1,0 +1,52 @@
+"""Pieces that several image networks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from crosstrain.errors import ConfigError
+from crosstrain.networks.spec import Network
+
+
+def widths(width_multiplier: float) -> Callable[[int], int]:
+    """A function from a layer's published width to width · width_multiplier. Raises ConfigError where that is no whole number ≥ 1."""
+
+    def scaled(width: int) -> int:
+        product = width * width_multiplier
+        if product < 1 or product != int(product):
+            raise ConfigError(f"width_multiplier={width_multiplier:g}: a layer of {width} would get {product:g}, must be a whole number ≥ 1")
+        return int(product)
+
+    return scaled
+
+
+def conv_relu(net: Network, name: str, out_channels: int, kernel: int, **attributes: Any) -> str:
+    """Convolution `name` and ReLU `name`_relu; returns the ReLU's name."""
+    net.add("conv2d", name, out_channels=out_channels, kernel=kernel, init="he", **attributes)
+    return net.add("relu", f"{name}_relu")
+
+
+def conv_norm(
+    net: Network, name: str, out_channels: int, kernel: int, stride: int = 1, inputs: str | None = None, relu: bool = True
+) -> str:
+    """Convolution `name` without bias (padding kernel // 2), batch norm `name`_bn and, unless relu=false, ReLU `name`_relu."""
+    net.add(
+        "conv2d", name, inputs, "he", out_channels=out_channels, kernel=kernel, stride=stride, padding=kernel // 2, bias=False
+    )
+    last = net.add("batch_norm", f"{name}_bn")
+    return net.add("relu", f"{name}_relu") if relu else last
+
+
+def classifier(net: Network, first: int, hidden: Sequence[int], num_classes: int, dropout: float = 0.0) -> None:
+    """Flatten; `hidden` fully connected layers with ReLU (and dropout, when above 0); num_classes logits.
+
+    The layers are named fc<first>, fc<first + 1>, ….
+    """
+    net.add("flatten", "flat")
+    for i, width in enumerate(hidden, first):
+        net.add("linear", f"fc{i}", out=width, init="he")
+        net.add("relu", f"fc{i}_relu")
+        if dropout > 0:
+            net.add("dropout", f"fc{i}_dropout", rate=dropout)
+    net.add("linear", f"fc{first + len(hidden)}", out=num_classes)
