@@ -173,12 +173,20 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("multirun", [False, True], ids=["run", "sweep"])
-@pytest.mark.parametrize("line", WRONG)
-def test_wrong_input_is_one_line_and_starts_nothing(front: Front, tmp_path: Path, line: str, multirun: bool) -> None:
-    code, out, err = front(*line.split(" "), *(["-m"] if multirun else []))
+#: Those of WRONG that are tried with -m as well: one of each way an error takes.
+WRONG_IN_A_SWEEP = [
+    *("bacth_size=3", "network=lenett", "+study=quick_lok", "+foo=3", "~seed", "~foo", "framework.env.A=1", "study=quick_look", "foo"),
+    *("network=null", "precision=fp8", "framework.fault=nan framework=fake", "seed=null", "seed=${foo}", "batch_size=0", "gpus=-1"),
+    *("learning_rate=nan", "network._target_=no.such", "replicas=3 batch_size=64", "--foo", "--config-dir /no/such/folder"),
+    "hydra.run.dir=/dev/null/x hydra.sweep.dir=/dev/null/x",
+]
+
+
+@pytest.mark.parametrize("line", [*WRONG, *(f"{line} -m" for line in WRONG_IN_A_SWEEP)])
+def test_wrong_input_is_one_line_and_starts_nothing(front: Front, tmp_path: Path, line: str) -> None:
+    code, out, err = front(*line.split(" "))
     assert code == 2
-    assert err.startswith(f"error: {WRONG[line]}"), err
+    assert err.startswith(f"error: {WRONG[line.removesuffix(' -m')]}"), err
     assert err.count("\n") == 1, err
     assert out == ""
     assert list(tmp_path.iterdir()) == []

@@ -25,6 +25,7 @@ from crosstrain.errors import ConfigError, OutcomeError
 from crosstrain.launch import local
 from crosstrain.measured import tail_of
 from crosstrain.networks.spec import Spec
+from crosstrain.watch import wait_for_end
 
 LIMIT_S = 900.0
 SIGNS = {"passed": "✓", "failed": "✗", "not applicable": "-"}
@@ -213,12 +214,11 @@ def _work(run: Mapping[str, Any], home: environments.Environment, extra: dict[st
     with guard.start_guard(run["run_id"]):
         try:
             ranks += local.start(run, home, extra)
-            for rank in ranks:
-                # one that failed leaves the others waiting for it
-                if rank.wait(max(0.0, end - time.monotonic())) != 0:
-                    break
-        except subprocess.TimeoutExpired:
-            raise OutcomeError("timeout", f"the ladder did not end within {LIMIT_S:g} s") from None
+            # one that failed leaves the others waiting for it
+            while (alive := [rank for rank in ranks if rank.poll() is None]) and not any(rank.returncode for rank in ranks):
+                if time.monotonic() > end:
+                    raise OutcomeError("timeout", f"the ladder did not end within {LIMIT_S:g} s")
+                wait_for_end(alive, 1.0)
         finally:
             processes.stop_all(run["run_id"], [rank.pid for rank in ranks], grace_s=1.0)
             for rank in ranks:

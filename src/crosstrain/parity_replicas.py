@@ -1,13 +1,14 @@
 """Level 9 of the parity ladder: N replicas at global batch B train as one replica at B does.
 
-A second run of the worker, with two replicas: after some steps the mean of their losses, and the parameters of every replica, must be
-those of the reference, which knows no replicas. So gradients that are added instead of averaged, not reduced at all, or clipped
-before the reduction are found.
+A second run of the worker, with two replicas: after some steps, with clipping and without, the mean of their losses and the parameters
+of every replica must be those of the reference, which knows no replicas. So gradients that are added instead of averaged, not reduced
+at all, or clipped before the reduction are found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,22 +67,24 @@ def read(folder: Path, run: Mapping[str, Any]) -> list[dict[str, Array]]:
 
 def judge(spec: Spec, run: Mapping[str, Any], ranks: Sequence[Mapping[str, Array]]) -> Level:
     """The verdict on what the ranks measured. `run`: either run.json, the ladder's or level 9's."""
-    trace, weights, parameters = _expect(spec, run)
-    errors = {"the loss": parity.error_of(np.mean([rank["trace"] for rank in ranks], axis=0), trace)}
-    updates = {}
-    per_rank = 1 if len(ranks) == REPLICAS else REPLICAS
-    for number in range(REPLICAS):
-        rank, index = divmod(number, per_rank)
-        for name, value in parameters.items():
-            found = np.asarray(ranks[rank].get(f"{index}/{name}", np.empty(0)), np.float64)
-            errors[f"{name} of replica {number}"] = parity.error_of(found, value)
-            updates[f"the update of {name} of replica {number}"] = parity.update_error(found, value, weights[name])
-    level = _level(errors, TOLERANCE)
-    return level if level.state == "failed" else _level(updates, parity.UPDATE_TOLERANCE)
+    verdict = not_applicable("")
+    for clipping, norm in (("clipped", run["optimizer"]["clip_norm"]), ("unclipped", None)):
+        expected = _expect(spec, run, {**run["optimizer"], "clip_norm": norm})
+        verdict = _judge(expected, ranks, clipping)
+        if verdict.state == "failed":
+            break
+    return verdict
 
 
-def _expect(spec: Spec, run: Mapping[str, Any]) -> tuple[Array, dict[str, Array], dict[str, Array]]:
-    """(losses, parameters before, parameters after) of the reference, with the whole global batches."""
+@dataclass
+class _Expected:
+    trace: Array
+    before: dict[str, Array]
+    after: dict[str, Array]
+
+
+def _expect(spec: Spec, run: Mapping[str, Any], optimizer: Mapping[str, Any]) -> _Expected:
+    """Losses and parameters of the reference, with the whole global batches."""
     network = spec.with_attributes("dropout", rate=0.0)
     stored, size = run["data"]["train"], run["batch_global"]
     inputs = np.load(stored["inputs"])
@@ -89,9 +92,25 @@ def _expect(spec: Spec, run: Mapping[str, Any]) -> tuple[Array, dict[str, Array]
     cuts = [slice(at, at + size) for at in range(0, len(inputs) - size + 1, size)]
     batches = [(inputs[cut], None if targets is None else targets[cut]) for cut in cuts]
     weights = initial_weights.split(network, np.load(run["weights"]))
-    reference = Reference(network, weights, run["optimizer"])
+    reference = Reference(network, weights, optimizer)
     trace = [reference.step(*batches[i % len(batches)]) for i in range(REPLICA_STEPS)]
-    return np.array(trace), weights, dict(reference.parameters)
+    return _Expected(np.array(trace), weights, dict(reference.parameters))
+
+
+def _judge(expected: _Expected, ranks: Sequence[Mapping[str, Array]], clipping: str) -> Level:
+    trace = np.mean([rank[f"{clipping}/trace"] for rank in ranks], axis=0)
+    errors = {f"the loss, {clipping},": parity.error_of(trace, expected.trace)}
+    updates = {}
+    per_rank = REPLICAS // len(ranks)
+    for number in range(REPLICAS):
+        rank, index = divmod(number, per_rank)
+        for name, value in expected.after.items():
+            found = np.asarray(ranks[rank].get(f"{clipping}/{index}/{name}", np.empty(0)), np.float64)
+            where = f"{name} of replica {number}, {clipping},"
+            errors[where] = parity.error_of(found, value)
+            updates[f"the update of {where}"] = parity.update_error(found, value, expected.before[name])
+    level = _level(errors, TOLERANCE)
+    return level if level.state == "failed" else _level(updates, parity.UPDATE_TOLERANCE)
 
 
 def _level(errors: Mapping[str, float], tolerance: float) -> Level:

@@ -15,10 +15,10 @@ folder, arrays only:
 
 Of a network that is only looked at (mode `shapes`) it writes `shapes.json`: {"shapes": {name: [sizes]}, "deviations": {name: words}}.
 
-With several replicas (level 9) each rank writes `replicas.<rank>.npz` instead:
+With several replicas (level 9) each rank writes `replicas.<rank>.npz` instead, <clipping> being `clipped` and `unclipped`:
 
-    trace             the losses of 5 steps: means over the rank's share of the global batches
-    <i>/<name>        parameters of the rank's i-th replica after these steps
+    <clipping>/trace       the losses of 5 steps: means over the rank's share of the global batches
+    <clipping>/<i>/<name>  parameters and states of the rank's i-th replica after these steps
 """
 
 import json
@@ -94,9 +94,16 @@ def measure_replicas(run, framework, rank):
     share = run["batch_global"] // run["world_size"]
     own = slice(rank * share, (rank + 1) * share)
     ring = [framework.to_device(inputs[own], targets[own]) for inputs, targets in batches(run)]
-    found = {"trace": numpy.array(train(framework, ring, REPLICA_STEPS))}
-    for index, arrays in enumerate(framework.read_replicas()):
-        put(found, str(index), arrays)
+    initial = framework.read()
+    found = {}
+    # Clipping hides how large a gradient is, so whether it was added or averaged; without it, nobody sees where it comes.
+    for clipping, norm in (("clipped", run["optimizer"]["clip_norm"]), ("unclipped", None)):
+        run["optimizer"]["clip_norm"] = norm
+        framework.build()
+        framework.load(initial)
+        found[clipping + "/trace"] = numpy.array(train(framework, ring, REPLICA_STEPS))
+        for index, arrays in enumerate(framework.read_replicas()):
+            put(found, "%s/%d" % (clipping, index), arrays)
     return found
 
 

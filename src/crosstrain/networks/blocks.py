@@ -21,6 +21,13 @@ def widths(width_multiplier: float) -> Callable[[int], int]:
     return scaled
 
 
+def stages(argument: str, counts: Sequence[int], channels: Sequence[int]) -> list[tuple[int, int]]:
+    """(channels, number of blocks) of each stage. Raises ConfigError naming `argument` where there are none or too many stages."""
+    if not 1 <= len(counts) <= len(channels) or not all(isinstance(count, int) and count >= 1 for count in counts):
+        raise ConfigError(f"{argument}={list(counts)} must be 1 to {len(channels)} whole numbers ≥ 1, one for each stage")
+    return list(zip(channels, counts, strict=False))
+
+
 def conv_relu(net: Network, name: str, out_channels: int, kernel: int, **attributes: Any) -> str:
     """Convolution `name` and ReLU `name`_relu; returns the ReLU's name."""
     net.add("conv2d", name, out_channels=out_channels, kernel=kernel, init="he", **attributes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from crosstrain.errors import ConfigError
 from crosstrain.networks.blocks import conv_relu, widths
 from crosstrain.networks.spec import Network, Spec, classes, image
 
@@ -21,9 +22,12 @@ INCEPTIONS: dict[str, Sequence[int]] = {
 }
 
 
-def googlenet(num_classes: int = 1000, size: int = 224, width_multiplier: float = 1.0) -> Spec:
-    """conv 64-7/2 p3, max, conv 64-1, conv 192-3 p1, max, nine inception modules, mean over the map, fc; input (3, size, size).
+def googlenet(
+    modules: Sequence[str] = tuple(INCEPTIONS), num_classes: int = 1000, size: int = 224, width_multiplier: float = 1.0
+) -> Spec:
+    """conv 64-7/2 p3, max, conv 64-1, conv 192-3 p1, max, inception modules, mean over the map, fc; input (3, size, size).
 
+    `modules`: names of INCEPTIONS in this order, all nine in GoogLeNet; where the number in the name changes, a max stands before.
     No LRN, dropout or auxiliary heads, and no ReLU on the logits (convnet-benchmarks has one). max is 3/2 p1, so that 224 → 112 → 56
     → 28 → 14 → 7.
     """
@@ -34,10 +38,12 @@ def googlenet(num_classes: int = 1000, size: int = 224, width_multiplier: float 
     conv_relu(net, "conv2", width(64), 1)
     conv_relu(net, "conv3", width(192), 3, padding=1)
     last = net.add("max_pool", "pool3", kernel=3, stride=2, padding=1)
-    for name, channels in INCEPTIONS.items():
-        if name in ("4a", "5a"):
+    for before, name in zip(("3", *modules), modules, strict=False):
+        if name not in INCEPTIONS:
+            raise ConfigError(f"modules={list(modules)}: {name!r} is not one of {', '.join(INCEPTIONS)}")
+        if name[0] != before[0]:
             last = net.add("max_pool", f"pool{name[0]}", kernel=3, stride=2, padding=1)
-        last = _inception(net, f"inception_{name}", [width(count) for count in channels], last)
+        last = _inception(net, f"inception_{name}", [width(count) for count in INCEPTIONS[name]], last)
     net.add("global_avg_pool", "mean")
     net.add("linear", "fc", out=num_classes)
     return net.finish()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crosstrain.networks.blocks import conv_norm, widths
+from crosstrain.networks.blocks import conv_norm, stages, widths
 from crosstrain.networks.spec import Network, Spec, classes, image
 
 
@@ -18,7 +18,7 @@ def resnet(
     width_multiplier: float = 1.0,
     stride_in_3x3: bool = False,
 ) -> Spec:
-    """conv 64-7/2 p3, max 3/2 p1, four stages of bottlenecks (64, 128, 256, 512, four times that out), mean, fc; input (3, size, size).
+    """conv 64-7/2 p3, max 3/2 p1, stages of bottlenecks (64, 128, 256, 512, four times that out), mean, fc; input (3, size, size).
 
     `blocks`: bottlenecks in each stage, [3, 4, 6, 3] for ResNet-50. Shortcuts are 1×1 convolutions where the shape changes (option B).
     A stage from the second on halves the map in the first 1×1 convolution, as published (v1); with `stride_in_3x3` in the 3×3 one
@@ -28,7 +28,7 @@ def resnet(
     net = Network("resnet", image(3, size, size), classes(num_classes))
     conv_norm(net, "conv1", width(64), 7, stride=2)
     last = net.add("max_pool", "pool1", kernel=3, stride=2, padding=1)
-    for stage, (count, channels) in enumerate(zip(blocks, (64, 128, 256, 512), strict=True), 1):
+    for stage, (channels, count) in enumerate(stages("blocks", blocks, (64, 128, 256, 512)), 1):
         for number in range(1, count + 1):
             stride = 2 if stage > 1 and number == 1 else 1
             last = _bottleneck(net, f"stage{stage}_block{number}", width(channels), stride, stride_in_3x3, number == 1, last)
