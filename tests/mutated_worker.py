@@ -213,6 +213,7 @@ def forgotten_parameter_torch(adapter):
     forgotten = adapter.tensors["fc2.weight"]
     for group in adapter.optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter is not forgotten]
+    adapter.optimizer.add_param_group({"params": [forgotten], "lr": 0.0})
 
 
 def forgotten_parameter_mxnet(adapter):

@@ -110,7 +110,7 @@ REFUSED: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
         "precision": ({"precision": "bf16"}, "precision=bf16"),
         "compile": ({"framework": {"compile": "max"}}, "framework.compile=max"),
         "memory format": ({"framework": {"memory_format": "channels_last"}}, "framework.memory_format=channels_last"),
-        "replicas": ({"replicas": 2}, "replica"),
+        "replicas": ({"replicas": 2, "world_size": 2}, "replica"),
     },
 }
 POOL_REFUSED: Ops = [("avg_pool", {"kernel": 3, "stride": 2, "padding": [1, 0, 0, 1], "count_include_pad": False})]

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PUBLISHED, QUICK, Train, store
 
+from conftest import PUBLISHED, QUICK, Train, store
 from crosstrain import parity, paths
 from crosstrain.certificates import Certificate
 from crosstrain.networks import Spec
