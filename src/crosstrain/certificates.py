@@ -32,7 +32,7 @@ class Certificate:
     """The verdict on one network in one framework.
 
     `code`: hash of the worker's code that was judged; `deviations`: as declared; `variant`: key of the reduced spec that climbed
-    levels 3 to 8 in place of a large network, "" where it climbed itself.
+    levels 3 to 9 in place of a large network, "" where it climbed itself.
     """
 
     framework: str
@@ -63,7 +63,7 @@ class Certificate:
         if failed is not None:
             return f"failed at level {failed.level} ({failed.title}): {failed.words}"
         numbers = [int(level.level) for level in self.levels if level.state == "passed" and level.level.isdigit()]
-        reduced = " (levels 3-8 on a reduced variant)" if self.variant else ""
+        reduced = f" (levels 3-8 on a reduced variant{', 9 too' if 9 in numbers else ''})" if self.variant else ""
         counted = any(level.level == "flops" and level.state == "passed" for level in self.levels)
         flops = "; executed FLOPs are the spec's" if counted else "; executed FLOPs not counted"
         named = "; ".join(f"{words} ({', '.join(names)})" for words, names in self._grouped_deviations())
