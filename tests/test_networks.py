@@ -214,7 +214,9 @@ def test_json_and_back() -> None:
         "op": "conv2d", "name": "patch", "inputs": ["input"], "out_channels": 6, "kernel": [4, 4], "stride": [4, 4],
         "padding": [0, 0, 0, 0], "dilation": [1, 1], "groups": 1, "bias": True, "shape": [6, 2, 2],
     }  # fmt: skip
-    assert data["parameters"][1] == {"name": "patch.bias", "shape": [6], "init": {"kind": "constant", "value": 0.0}, "decay": False}
+    assert data["parameters"][1] == {
+        "name": "patch.bias", "shape": [6], "init": {"kind": "constant", "value": 0.0}, "decay": False, "trained": True,
+    }  # fmt: skip
     assert (data["output"], data["loss"]) == ("head", {"op": "softmax_cross_entropy"})
     bare = {key: value for key, value in data.items() if key not in ("parameters", "states")}
     assert Spec.from_json(bare) == spec

@@ -168,6 +168,8 @@ def test_the_update_is_judged_by_its_own_size() -> None:
     right = before + 1e-4
     assert parity.update_error(right.astype(np.float32).astype(np.float64), right, before) == 0
     assert parity.update_error(before + 1.1e-4, right, before) == pytest.approx(0.1, abs=0.01)
+    rounded_twice = right + 4 * 2.0**-23
+    assert parity.update_error(rounded_twice, right, before) > 1e-4 > parity.update_error(rounded_twice, right, before, steps=2)
     assert parity.error_of(before + 1.1e-4, right) < 1e-4
 
 
@@ -349,3 +351,31 @@ def test_a_framework_shows_the_shapes_of_a_network_that_is_only_looked_at(framew
         assert built["shapes"] == {v.name: list(v.shape) for v in spec.parameters + spec.states}
         deviating = spec.has("lstm") or (name == "mxnet" and spec.has("batch_norm"))
         assert bool(built["deviations"]) == deviating
+
+
+#: The kernels of a GPU can not be called here, but their signatures are there: the formulas must read the arguments they mean.
+SIGNATURES = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from crosstrain_worker.frameworks import torch_flops
+aten = torch_flops.aten
+names = {kernel: [argument.name for argument in kernel.default._schema.arguments] for kernel in torch_flops.FORMULAS}
+for kernel in (aten._cudnn_rnn, aten._cudnn_rnn_backward):
+    assert names[kernel][:2] == ["input", "weight"], names[kernel]
+assert names[aten._cudnn_rnn_backward][-1] == "output_mask"
+for kernel, formula in torch_flops.FORMULAS.items():
+    if formula is torch_flops.attention_backward:
+        assert names[kernel][1:4] == ["query", "key", "value"], names[kernel]
+x, weights = (5, 4, 8), [(24, 8), (24, 6), (24,), (24,)]
+forward = 2 * 5 * 4 * (24 * 8 + 24 * 6)
+assert torch_flops.mkldnn_lstm(x, *weights) == torch_flops.cudnn_lstm(x, weights, 4, None) == forward
+assert torch_flops.cudnn_lstm_backward(x, weights, 4, [True, False, False, True], out_shape=None) == 2 * forward
+assert torch_flops.cudnn_lstm_backward(x, weights, 4, [True, False, False, False], out_shape=None) == forward
+"""
+
+
+@pytest.mark.parametrize("framework", ["torch"], indirect=True)
+def test_the_flop_formulas_fit_pytorch_s_kernels(framework: tuple[str, Path]) -> None:
+    command = [str(framework[1]), "-c", SIGNATURES, str(paths.worker_dir().parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -95,8 +95,8 @@ def test_a_language_model_learns_a_text(train: Train, framework_python: Callable
     for name in COMPILE:
         framework_python(name)
     verse = "the cat sat on the mat and the dog sat on the log\n"
-    (tmp_path / "verse.txt").write_text(verse * 250)
-    data = ["data=text", f"data_dir={tmp_path / 'verse.txt'}", "data.samples=320", "epochs=3"]
+    (tmp_path / "verse.txt").write_text(verse * 1000)
+    data = ["data=text", f"data_dir={tmp_path / 'verse.txt'}", "epochs=3"]
     result = train("-m", "framework=torch,mxnet", *TINY_LSTM, *data, *QUICK, "threads=1", "device=cpu")
     assert result.code == 0, result
     client = store(tmp_path)
@@ -109,7 +109,8 @@ def test_a_language_model_learns_a_text(train: Train, framework_python: Callable
         losses = [m.value for m in sorted(client.get_metric_history(run.info.run_id, "epoch/test_loss"), key=lambda m: m.step)]
         assert [m.step for m in history] == [1, 2, 3]
         assert perplexities == pytest.approx([math.exp(loss) for loss in losses], rel=1e-3)
-        assert perplexities[0] > perplexities[-1] and perplexities[-1] < 20
+        # knowing how frequent each word is gives 7.7
+        assert perplexities[0] > perplexities[-1] and perplexities[-1] < 4
         assert run.data.metrics["perplexity"] == pytest.approx(perplexities[-1], rel=1e-3)
         # per token: counted per sequence it would be up to 8
         assert 0.05 < run.data.metrics["accuracy"] <= 1

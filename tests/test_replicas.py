@@ -145,7 +145,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory, framework_python: Callable[[
         framework_python(name)
     return run_train(
         tmp_path_factory.mktemp("replicas"), "-m", "framework=torch,mxnet", "replicas=1,2", "device=cpu", "threads=1", "network=lenet",
-        "data=digits", "batch_size=64", "epochs=1", "device.oversubscribe=true", *QUICK,
+        "data=digits", "batch_size=64", "epochs=1", "device.oversubscribe=true", *QUICK, "measure.min_blocks=5",
     )  # fmt: skip
 
 

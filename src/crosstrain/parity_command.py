@@ -36,16 +36,23 @@ SHOWN = {"compile": "off", "memory_format": "contiguous"}
 
 
 def add_command(commands: Any) -> None:
-    parser = commands.add_parser(
-        "parity",
-        help="prove that frameworks train exactly the network of the spec",
+    # Read by a parser of our own: that of a command does not take flags among overrides. So with another prefix, as `plan` has it.
+    about = "prove that frameworks train exactly the network of the spec"
+    parser = commands.add_parser("parity", help=about, prefix_chars="\0", add_help=False)
+    parser.add_argument("arguments", nargs="*")
+    parser.set_defaults(function=lambda given: _run(_parser().parse_intermixed_args(given.arguments)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="crosstrain parity",
         description="Runs the parity ladder and writes the certificate that every later run carries as its tag `parity`. "
         "Exit code 0: all proven.",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py; commas try all: framework=torch,mxnet")
     parser.add_argument("--all", action="store_true", help="every framework with every network")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with networks of your own, as for train.py")
-    parser.set_defaults(function=_run)
+    return parser
 
 
 @dataclass(frozen=True)
@@ -110,8 +117,8 @@ def _cells(overrides: Sequence[str], everything: bool, folders: Sequence[Path]) 
     parsed = [hydra_errors.parse(override, folders) for override in overrides]
     try:
         return BasicSweeper.split_arguments(parsed, None)[0]
-    except HydraException as error:
-        raise ConfigError(" ".join(str(error).split())) from error
+    except HydraException as error:  # interval(…), and glob(…), which wants more of Hydra
+        raise ConfigError(f"{' '.join(overrides)}: give the values, KEY=A,B,C") from error
 
 
 def _compose(overrides: Sequence[str], folders: Sequence[Path]) -> Cell:

@@ -59,14 +59,14 @@ def error_of(a: Array, b: Array) -> float:
     return _relative(float(np.max(np.abs(a - b))), float(np.max(np.abs(b))))
 
 
-def update_error(a: Array, b: Array, before: Array) -> float:
-    """Error of an update: max|a−b| / max|b−before|, less what rounding the result to float32 can make (2⁻²³·max|b|).
+def update_error(a: Array, b: Array, before: Array, steps: int = 1) -> float:
+    """Error of an update: max|a−b| / max|b−before|, less what rounding to float32 after each step can make (2⁻²³·max|b|).
 
     The error of the parameters themselves hides a wrong update behind large weights.
     """
     if a.shape != b.shape or not np.all(np.isfinite(a)):
         return float("inf")
-    difference = max(0.0, float(np.max(np.abs(a - b))) - 2.0**-23 * float(np.max(np.abs(b))))
+    difference = max(0.0, float(np.max(np.abs(a - b))) - steps * 2.0**-23 * float(np.max(np.abs(b))))
     return _relative(difference, float(np.max(np.abs(b - before))))
 
 

@@ -108,7 +108,7 @@ def _judge(expected: _Expected, ranks: Sequence[Mapping[str, Array]], clipping: 
             found = np.asarray(ranks[rank].get(f"{clipping}/{index}/{name}", np.empty(0)), np.float64)
             where = f"{name} of replica {number}, {clipping},"
             errors[where] = parity.error_of(found, value)
-            updates[f"the update of {where}"] = parity.update_error(found, value, expected.before[name])
+            updates[f"the update of {where}"] = parity.update_error(found, value, expected.before[name], REPLICA_STEPS)
     level = _level(errors, TOLERANCE)
     return level if level.state == "failed" else _level(updates, parity.UPDATE_TOLERANCE)
 

@@ -15,7 +15,9 @@ def widths(width_multiplier: float) -> Callable[[int], int]:
     def scaled(width: int) -> int:
         product = width * width_multiplier
         if product < 1 or product != int(product):
-            raise ConfigError(f"width_multiplier={width_multiplier:g}: a layer of {width} would get {product:g}, must be a whole number ≥ 1")
+            raise ConfigError(
+                f"width_multiplier={width_multiplier:g}: a layer of {width} would get {product:g}, must be a whole number ≥ 1"
+            )
         return int(product)
 
     return scaled
@@ -38,9 +40,7 @@ def conv_norm(
     net: Network, name: str, out_channels: int, kernel: int, stride: int = 1, inputs: str | None = None, relu: bool = True
 ) -> str:
     """Convolution `name` without bias (padding kernel // 2), batch norm `name`_bn and, unless relu=false, ReLU `name`_relu."""
-    net.add(
-        "conv2d", name, inputs, "he", out_channels=out_channels, kernel=kernel, stride=stride, padding=kernel // 2, bias=False
-    )
+    net.add("conv2d", name, inputs, "he", out_channels=out_channels, kernel=kernel, stride=stride, padding=kernel // 2, bias=False)
     last = net.add("batch_norm", f"{name}_bn")
     return net.add("relu", f"{name}_relu") if relu else last
 

@@ -22,9 +22,7 @@ INCEPTIONS: dict[str, Sequence[int]] = {
 }
 
 
-def googlenet(
-    modules: Sequence[str] = tuple(INCEPTIONS), num_classes: int = 1000, size: int = 224, width_multiplier: float = 1.0
-) -> Spec:
+def googlenet(modules: Sequence[str] = tuple(INCEPTIONS), num_classes: int = 1000, size: int = 224, width_multiplier: float = 1.0) -> Spec:
     """conv 64-7/2 p3, max, conv 64-1, conv 192-3 p1, max, inception modules, mean over the map, fc; input (3, size, size).
 
     `modules`: names of INCEPTIONS in this order, all nine in GoogLeNet; where the number in the name changes, a max stands before.

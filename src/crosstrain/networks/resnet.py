@@ -55,8 +55,8 @@ def resnet_cifar(blocks: int = 9, num_classes: int = 10, size: int = 32, width_m
     width = widths(width_multiplier)
     net = Network("resnet_cifar", image(3, size, size), classes(num_classes))
     last = conv_norm(net, "conv1", width(16), 3)
-    for stage, channels in enumerate((16, 32, 64), 1):
-        for number in range(1, blocks + 1):
+    for stage, (channels, count) in enumerate(stages("blocks", [blocks] * 3, (16, 32, 64)), 1):
+        for number in range(1, count + 1):
             name, stride = f"stage{stage}_block{number}", 2 if stage > 1 and number == 1 else 1
             conv_norm(net, f"{name}_conv1", width(channels), 3, stride, last)
             branch = conv_norm(net, f"{name}_conv2", width(channels), 3, relu=False)

@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import shutil
-import warnings
 
 import numpy
 
@@ -15,15 +14,13 @@ from .base import Base, Unsupported
 # Set by load_library: importing PyTorch is timed.
 torch = None
 layers = None
+ranks = None
 
 HALF = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class Framework(Base):
-    """One replica in each rank, on the CPU or on cuda:<rank> (CUDA_VISIBLE_DEVICES is set by the launcher).
-
-    Several: DistributedDataParallel, over gloo on the CPU and NCCL on GPUs, which meet at a file in the run folder: no port to clash.
-    """
+    """One replica in each rank, on the CPU or on cuda:<rank> (CUDA_VISIBLE_DEVICES is set by the launcher); see `torch_ranks`."""
 
     ops = frozenset(
         (
@@ -78,15 +75,15 @@ class Framework(Base):
 
     # -- before anything is built -------------------------------------------------------------------------------------
     def load_library(self):
-        global torch, layers
+        global torch, layers, ranks
         if self.settings.get("deterministic"):
             # cuBLAS reads this when its first handle is made
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         import torch as library
 
-        from . import torch_layers
+        from . import torch_layers, torch_ranks
 
-        torch, layers = library, torch_layers
+        torch, layers, ranks = library, torch_layers, torch_ranks
 
     def versions(self):
         found = {"framework": torch.__version__, "python": platform.python_version(), "numpy": numpy.__version__}
@@ -107,7 +104,7 @@ class Framework(Base):
         if self.gpu:
             self.check_gpu()
         if self.distributed:
-            self.check_distributed()
+            ranks.check(self.run["device"])
         if self.compile != "off":
             # torch.compile generates C++ for the CPU and Triton for the GPU
             compiler = os.environ.get("CXX", "g++")
@@ -117,11 +114,6 @@ class Framework(Base):
                 )
             if self.gpu and importlib.util.find_spec("triton") is None:
                 raise Unsupported("torch.compile needs Triton on the GPU, it is not in this environment", "install triton")
-
-    def check_distributed(self):
-        backend = "nccl" if self.gpu else "gloo"
-        if not torch.distributed.is_available() or not torch.distributed.is_backend_available(backend):
-            raise Unsupported("this build of PyTorch (%s) has no %s for several replicas" % (torch.__version__, backend))
 
     def check_gpu(self):
         version = torch.__version__
@@ -161,21 +153,7 @@ class Framework(Base):
             torch.cuda.set_device(self.device)
             torch.cuda.reset_peak_memory_stats()
         if self.distributed:
-            self.join_ranks()
-
-    def join_ranks(self):
-        """The process group of all ranks; waits for them."""
-        # All ranks are on this machine; gloo would look for the address of its host name, which is not always there.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        ranks = self.run["world_size"]
-        store = torch.distributed.FileStore(os.path.join(self.run["folder"], "rendezvous"), ranks)
-        torch.distributed.init_process_group(
-            "nccl" if self.gpu else "gloo",
-            store=store,
-            rank=self.rank,
-            world_size=ranks,
-            device_id=self.device if self.gpu else None,
-        )
+            ranks.join(self.run, self.rank, self.device)
 
     def build(self):
         with torch.device(self.device):
@@ -195,25 +173,13 @@ class Framework(Base):
         self.build_optimizer()
         # What the hot path calls. Evaluation stays eager: it is not timed, and compiling it again would cost minutes.
         compiled = self.compiled if self.compile != "off" else (lambda module: module)
-        self.loss_and_output = self.with_autocast(compiled(self.parallel(self.trained)))
+        trained = self.trained
+        if self.distributed:
+            trained = ranks.parallel(trained, self.device, self.compile != "off")
+        self.loss_and_output = self.with_autocast(compiled(trained))
         self.infer = self.with_autocast(compiled(self.network))
         # CUDA graphs (mode max-autotune) reuse the memory of what they return
         self.copy_outputs = self.compile == "max" and self.gpu
-
-    def parallel(self, module):
-        """With several ranks: the module whose backward pass averages the gradients over them, while it runs."""
-        if not self.distributed:
-            return module
-        with warnings.catch_warnings():
-            # that broadcast_buffers has another name from 2.13 on
-            warnings.simplefilter("ignore", FutureWarning)
-            return torch.nn.parallel.DistributedDataParallel(
-                module,
-                device_ids=[self.device] if self.gpu else None,
-                broadcast_buffers=False,  # running statistics stay each replica's own
-                gradient_as_bucket_view=True,
-                static_graph=self.compile == "off",  # torch.compile splits the graph at DDP's buckets, which this would hide
-            )
 
     def compiled(self, module):
         return torch.compile(module, dynamic=False, mode="max-autotune" if self.compile == "max" else None)

@@ -1,0 +1,53 @@
+"""Several ranks of PyTorch, one replica each: DistributedDataParallel, over gloo on the CPU and NCCL on GPUs."""
+
+import datetime
+import os
+import warnings
+
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from .base import Unsupported
+
+
+def backend(device):
+    return "nccl" if device == "gpu" else "gloo"
+
+
+def check(device):
+    """Raise Unsupported where this build can not reduce gradients on `device` (cpu or gpu)."""
+    if not distributed.is_available() or not distributed.is_backend_available(backend(device)):
+        raise Unsupported("this build of PyTorch (%s) has no %s for several replicas" % (torch.__version__, backend(device)))
+
+
+def join(run, rank, device):
+    """The process group of all ranks; waits for them. They meet at a file in the run folder: there is no port to clash."""
+    # All ranks are on this machine; gloo would look for the address of its host name, which is not always there.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    ranks = run["world_size"]
+    distributed.init_process_group(
+        backend(run["device"]),
+        store=distributed.FileStore(os.path.join(run["folder"], "rendezvous"), ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(days=1),  # the driver has the time limits; compiling alone can take minutes
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def parallel(module, device, compiled):
+    """The module whose backward pass averages the gradients over the ranks, while it runs.
+
+    `compiled`: it will be. torch.compile splits the graph at DDP's buckets, for which it must see them: no static_graph then.
+    """
+    with warnings.catch_warnings():
+        # that broadcast_buffers has another name from 2.13 on
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(
+            module,
+            device_ids=[device] if device.type == "cuda" else None,
+            broadcast_buffers=False,  # running statistics stay each replica's own
+            gradient_as_bucket_view=True,
+            static_graph=not compiled,
+        )
