@@ -23,6 +23,7 @@ import pytest
 import yaml
 from scipy import ndimage
 
+from conftest import needs
 from crosstrain.data import DataSet, Request, cache, check, download, fit, idx, prepare
 from crosstrain.data import cifar10 as cifar10_module
 from crosstrain.data import fashion_mnist as fashion_module
@@ -32,11 +33,6 @@ from crosstrain.errors import ConfigError, OutcomeError
 
 CONF = Path(__file__).parents[1] / "conf" / "data"
 DEBIAN_FASHION = Path("/usr/share/datasets/fashion-mnist")
-
-
-def needs_apt(package: str, path: Path) -> None:
-    if not path.exists():
-        pytest.skip(f"needs: apt-get install {package}")
 
 
 @pytest.fixture(autouse=True)
@@ -642,7 +638,8 @@ def test_cifar_binary(tmp_path):
 
 
 def test_a_copy_of_debians_fashion_mnist_through_the_whole_way(tmp_path):
-    needs_apt("dataset-fashion-mnist", DEBIAN_FASHION)
+    if not DEBIAN_FASHION.exists():
+        needs("apt", "apt-get install dataset-fashion-mnist")
     data = make("fashion_mnist", batch=64)
     inputs, targets = arrays(data.train)
     test_inputs, test_targets = arrays(data.test)

@@ -209,7 +209,7 @@ ctypes.CDLL(None).pthread_exit(None)
     assert process.wait(timeout=10) < 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs two users")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process as another user")
 def test_another_users_process_is_reported_and_left_alone(start, run_id):
     root_owned = start(PATIENT)
     code = f"""
