@@ -25,6 +25,7 @@ FRAMEWORKS = ("torch", "mxnet")
 MODES = {"torch": ("off",), "mxnet": ("off", "on")}
 STEPS = 5
 IMAGE, VECTOR, TOKENS = image(2, 6, 5), vector(4), tokens(5)
+LRN_OF_8 = {"size": 5, "alpha": 1.0, "beta": 0.75, "k": 1.0}
 Ops = list[tuple[str, dict[str, Any]]]
 
 # Each entry: the input and the ops between a first layer with parameters and the head (so that input gradients count too).
@@ -68,6 +69,19 @@ CASES: dict[str, tuple[dict[str, Any], Ops]] = {
     "batch_norm of vectors, biased": (VECTOR, [("batch_norm", {"variance": "biased"})]),
     "layer_norm": (TOKENS, [("layer_norm", {"epsilon": 1e-3})]),
     "lrn": (IMAGE, [("lrn", {"size": 3, "alpha": 0.8, "beta": 0.75, "k": 1.5})]),
+    # MXNet's own LRN gives a wrong input gradient here: 8 channels, and a convolution or a pool behind it.
+    "lrn of 8 channels, pool": (
+        image(3, 9, 9),
+        [("conv2d", {"out_channels": 8, "kernel": 3}), ("lrn", LRN_OF_8), ("max_pool", {"kernel": 3, "stride": 2})],
+    ),
+    "lrn of 8 channels, conv2d": (
+        image(3, 9, 9),
+        [
+            ("conv2d", {"out_channels": 8, "kernel": 3}),
+            ("lrn", LRN_OF_8),
+            ("conv2d", {"out_channels": 8, "kernel": 3}),
+        ],
+    ),
     "relu": (VECTOR, [("relu", {})]),
     "relu and another reader": (IMAGE, [("relu", {}), ("add", {"inputs": ["op0", "first"]})]),
     "relu after add": (IMAGE, [("tanh", {}), ("add", {"inputs": ["op0", "first"]}), ("relu", {})]),

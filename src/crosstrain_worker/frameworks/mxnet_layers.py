@@ -251,7 +251,14 @@ def lrn(network, op):
     size, alpha, beta, k = op["size"], op["alpha"], op["beta"], op["k"]
     if size % 2 == 0:
         raise Unsupported("mxnet: lrn %s has size %d, only odd sizes are possible" % (op["name"], size))
-    return [nn.HybridLambda(lambda F, x: F.LRN(x, alpha=alpha, beta=beta, knorm=k, nsize=size))]
+
+    def normalised(F, x):
+        x = F.LRN(x, alpha=alpha, beta=beta, knorm=k, nsize=size)
+        # Found by experiment (1.9.1, oneDNN, a multiple of 8 channels): the input gradient is wrong where the gradient that comes
+        # back has oneDNN's blocked layout, as that of a convolution or a pool has. These two ops only know the plain layout.
+        return F.squeeze(F.expand_dims(x, axis=0), axis=0)
+
+    return [nn.HybridLambda(normalised)]
 
 
 def channel_pad_shortcut(network, op):
