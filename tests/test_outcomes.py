@@ -204,5 +204,19 @@ def test_one_failing_rank_ends_all(train: Train) -> None:
 
 
 def test_returned_value_is_the_step_time(train: Train) -> None:
-    result = train(*FAKE, "framework.step_ms=20", "measure.iterations=10")
+    result = train(*FAKE, "framework.step_ms=20", "measure.iterations=10", "measure.block_s=0.3")
     assert math.isclose(result.only["step_ms"], 20, rel_tol=0.05)
+
+
+def test_others_on_the_leased_cpus_contaminate(train: Train) -> None:
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    try:
+        result = train("framework=fake", "framework.step_ms=10", "data=synthetic", "measure=smoke", "measure.iterations=150")
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+    assert result.only["outcome"] == "contaminated", result
+    assert "of the leased CPUs" in result.only["reason"]
+    assert (result.code, result.runs[0].info.status) == (0, "FINISHED")
+    assert "step_ms" in result.runs[0].data.metrics
