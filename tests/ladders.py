@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from crosstrain import parity, paths
+from crosstrain.certificates import Certificate
 from crosstrain.networks import Network, Spec, initial_weights
 from crosstrain.networks.reference import Reference
 from crosstrain.networks.spec import classes, image, itself, output_of, tokens, vector
@@ -211,3 +214,23 @@ def measure(run: dict[str, Any], adapter: type[ReferenceFramework] = ReferenceFr
     framework.load(initial_weights.split(Spec.from_json(run["network"]), np.load(run["weights"])))
     ladder.run(run, framework)
     return dict(np.load(Path(run["folder"]) / "ladder.npz", allow_pickle=False))
+
+
+#: as conf/framework/ has them: MXNet's graphs are hybridised
+COMPILE = {"torch": "off", "mxnet": "on"}
+
+
+def climb(spec: Spec, framework: tuple[str, Path], folder: Path, change: Change | None = None) -> Certificate:
+    """The certificate of a worker that climbs the ladder; `change` makes the worker's network another one than the reference's."""
+    name, python = framework
+    settings = {"compile": COMPILE[name], "memory_format": "contiguous", "autotune": False, "deterministic": False}
+    run = parity.ladder_run_json(spec, {"name": name, "version": None, **settings}, folder)
+    given = json.loads(json.dumps(run))
+    if change is not None:
+        change(given)
+    (folder / "run.json").write_text(json.dumps(given))
+    command = [str(python), "-I", "-B", "-u", str(paths.worker_dir()), str(folder), "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    with np.load(folder / "ladder.npz", allow_pickle=False) as arrays:
+        return parity.compare(spec, run, dict(arrays), "1")

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
-from crosstrain import parity, paths
-from crosstrain.certificates import Certificate
+from crosstrain import paths
 from crosstrain.networks import Spec, ladder_variant
+from ladders import climb, op_of
 
-#: as conf/framework/ has them: MXNet's graphs are hybridised
-COMPILE = {"torch": "off", "mxnet": "on"}
 #: one of each family, and what differs within it: (network, changed arguments)
 NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "fcn_8": ("fcn_8", {}),
@@ -53,36 +48,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, framework: tuple[str,
     monkeypatch.setenv("CROSSTRAIN_CACHE", str(tmp_path / "cache"))
 
 
-def ladder(spec: Spec, framework: tuple[str, Path], folder: Path, change: Callable[[dict[str, Any]], None] | None = None) -> Certificate:
-    """The certificate of a worker that climbs the ladder; `change` makes the worker's network another one than the reference's."""
-    name, python = framework
-    settings = {"compile": COMPILE[name], "memory_format": "contiguous", "autotune": False, "deterministic": False}
-    run = parity.ladder_run_json(spec, {"name": name, "version": None, **settings}, folder)
-    given = json.loads(json.dumps(run))
-    if change is not None:
-        change(given)
-    (folder / "run.json").write_text(json.dumps(given))
-    command = [str(python), "-I", "-B", "-u", str(paths.worker_dir()), str(folder), "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    with np.load(folder / "ladder.npz", allow_pickle=False) as arrays:
-        return parity.compare(spec, run, dict(arrays), "1")
-
-
 @pytest.mark.parametrize("case", NETWORKS)
 def test_a_framework_is_proven(case: str, framework: tuple[str, Path], tmp_path: Path) -> None:
     spec = spec_of(case)
-    certificate = ladder(spec, framework, tmp_path)
+    certificate = climb(spec, framework, tmp_path)
     assert certificate.proven, certificate.tag()
     # both keep running variances, MXNet the biased ones
     norms = {op.name for op in spec.ops if op.op == "batch_norm"}
     assert set(certificate.deviations) == (norms if framework[0] == "mxnet" else set())
     seventh = next(level for level in certificate.levels if level.level == "7")
     assert seventh.state == ("passed" if norms else "not applicable")
-
-
-def op_of(run: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(op for op in run["network"]["ops"] if op["name"] == name)
 
 
 def lrn_alpha(run: dict[str, Any]) -> None:
@@ -113,5 +88,5 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_network_fails_at_its_output(case: str, framework: tuple[str, Path], tmp_path: Path) -> None:
     name, change = WRONG[case]
-    failed = ladder(spec_of(name), framework, tmp_path, change).failed
+    failed = climb(spec_of(name), framework, tmp_path, change).failed
     assert failed is not None and failed.level == "4", failed

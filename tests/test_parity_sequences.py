@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from conftest import PUBLISHED, QUICK, Train, store
-from crosstrain import parity, paths
 from crosstrain.certificates import Certificate
 from crosstrain.networks import Spec
 from crosstrain.networks.autoencoder import autoencoder
 from crosstrain.networks.lstm import lstm_classifier, lstm_language
 from crosstrain.networks.transformer import gpt2, vit
+from ladders import COMPILE, climb
 
-#: as conf/framework/ has them: MXNet's graphs are hybridised
-COMPILE = {"torch": "off", "mxnet": "on"}
 SMALL: dict[str, Spec] = {
     "ae1": autoencoder("ae1", widths=(12, 8, 6), inputs=20),
     "ae3": autoencoder("ae3", widths=(12, 8, 6), inputs=20),
@@ -39,29 +34,13 @@ def framework(request: pytest.FixtureRequest, framework_python: Callable[[str], 
     return request.param, framework_python(request.param)
 
 
-def ladder(spec: Spec, framework: tuple[str, Path], folder: Path, change: Callable[[dict[str, Any]], None] | None = None) -> Certificate:
-    """The certificate of a worker that climbs the ladder; `change` makes the worker's network another one than the reference's."""
-    name, python = framework
-    settings = {"compile": COMPILE[name], "memory_format": "contiguous", "autotune": False, "deterministic": False}
-    run = parity.ladder_run_json(spec, {"name": name, "version": None, **settings}, folder)
-    given = json.loads(json.dumps(run))
-    if change is not None:
-        change(given)
-    (folder / "run.json").write_text(json.dumps(given))
-    command = [str(python), "-I", "-B", "-u", str(paths.worker_dir()), str(folder), "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    with np.load(folder / "ladder.npz", allow_pickle=False) as arrays:
-        return parity.compare(spec, run, dict(arrays), "1")
-
-
 def failed(certificate: Certificate) -> list[str]:
     return [level.level for level in certificate.levels if level.state == "failed"]
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_framework_is_proven(name: str, framework: tuple[str, Path], tmp_path: Path) -> None:
-    certificate = ladder(SMALL[name], framework, tmp_path)
+    certificate = climb(SMALL[name], framework, tmp_path)
     assert certificate.proven, certificate.tag()
     assert set(certificate.deviations) == {op.name for op in SMALL[name].ops if op.op == "lstm"}
 
@@ -72,7 +51,7 @@ def melt(run: dict[str, Any]) -> None:
 
 
 def test_a_frozen_layer_that_is_trained_all_the_same_fails(framework: tuple[str, Path], tmp_path: Path) -> None:
-    assert "6" in failed(ladder(SMALL["ae3"], framework, tmp_path, melt))
+    assert "6" in failed(climb(SMALL["ae3"], framework, tmp_path, melt))
 
 
 def test_another_target_fails(framework: tuple[str, Path], tmp_path: Path) -> None:
@@ -82,7 +61,7 @@ def test_another_target_fails(framework: tuple[str, Path], tmp_path: Path) -> No
     def deeper(run: dict[str, Any]) -> None:
         run["network"]["target"]["name"] = "code3"
 
-    assert failed(ladder(spec, framework, tmp_path, deeper))[0] == "5"
+    assert failed(climb(spec, framework, tmp_path, deeper))[0] == "5"
 
 
 # -- through the front door ----------------------------------------------------------------------------------------------------
