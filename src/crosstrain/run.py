@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from crosstrain import guard, leases, measured, outcomes, prepare, processes, progress, publish, runspec
+from crosstrain import devices, guard, leases, measured, outcomes, prepare, processes, progress, publish, runspec
 from crosstrain.errors import ConfigError, OutcomeError, TrackingError
 from crosstrain.launch import local
 from crosstrain.outcomes import Outcome
@@ -152,7 +152,7 @@ def lease(place: prepare.Place, line: progress.RunLine) -> Iterator[tuple[list[A
         with leases.lease_gpus(place.gpus, place.copies, wait) as gpus:
             yield gpus, None
     else:
-        cpus_here = len(prepare.devices.logical_cpus())
+        cpus_here = len(devices.logical_cpus())
         with leases.lease_cpus(min(cpus_here, place.threads * place.copies), wait) as cpus:
             yield [], cpus if place.pinned else None
 
