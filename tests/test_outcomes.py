@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
@@ -205,7 +204,8 @@ def test_one_failing_rank_ends_all(train: Train) -> None:
 
 def test_returned_value_is_the_step_time(train: Train) -> None:
     result = train(*FAKE, "framework.step_ms=20", "measure.iterations=10", "measure.block_s=0.3")
-    assert math.isclose(result.only["step_ms"], 20, rel_tol=0.05)
+    # never less than it slept; how much more is the machine's affair
+    assert 20 <= result.only["step_ms"] < 60
 
 
 def test_others_on_the_leased_cpus_contaminate(train: Train) -> None:
