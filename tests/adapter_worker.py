@@ -47,7 +47,7 @@ def work(run, weights, inputs, targets, steps):
     """(facts, arrays) of one run."""
     adapter = prepared(run)
     adapter.load(weights)
-    arrays, facts = {}, types.SimpleNamespace(**{"ops": sorted(adapter.ops), "deviations": adapter.deviations})
+    arrays, facts = {}, types.SimpleNamespace(deviations=adapter.deviations)
     batch = adapter.to_device(inputs, targets)
     facts.loaded = same(adapter.read(), weights)
     arrays["output"] = adapter.output(batch, False)

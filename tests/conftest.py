@@ -172,13 +172,20 @@ def workers_of(run_folder: Path) -> list[int]:
     return processes.processes_of(json.loads((run_folder / "run.json").read_text())["run_id"])
 
 
+#: frameworks whose environment the tests make where it is missing; of the others they use what is there
+MADE = ("torch", "mxnet")
+
+
 @pytest.fixture(scope="session")
 def framework_python() -> Callable[[str], Path]:
-    """framework_python("torch") -> the interpreter of the managed CPU environment, made on first use."""
+    """framework_python("torch") -> the interpreter of the managed CPU environment."""
     from crosstrain import environments
     from crosstrain.errors import OutcomeError
 
     def find(name: str) -> Path:
+        key = environments.environment_key(name, "cpu", None)
+        if name not in MADE and key not in [cached.key for cached in environments.list_environments()]:
+            needs("environment", f"crosstrain env make {name}")
         try:
             return environments.find_or_make(name, "cpu", None, None, print).python
         except OutcomeError as error:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import contracts
 from crosstrain import parity, paths
 from crosstrain.certificates import Certificate
 from crosstrain.networks import Network, Spec, initial_weights
@@ -216,21 +218,48 @@ def measure(run: dict[str, Any], adapter: type[ReferenceFramework] = ReferenceFr
     return dict(np.load(Path(run["folder"]) / "ladder.npz", allow_pickle=False))
 
 
-#: as conf/framework/ has them: MXNet's graphs are hybridised
-COMPILE = {"torch": "off", "mxnet": "on"}
+# -- real frameworks: many networks in one worker process, since starting one takes seconds ----------------------------------------
 
 
-def climb(spec: Spec, framework: tuple[str, Path], folder: Path, change: Change | None = None) -> Certificate:
-    """The certificate of a worker that climbs the ladder; `change` makes the worker's network another one than the reference's."""
-    name, python = framework
-    settings = {"compile": COMPILE[name], "memory_format": "contiguous", "autotune": False, "deterministic": False}
-    run = parity.ladder_run_json(spec, {"name": name, "version": None, **settings}, folder)
+@dataclass(frozen=True)
+class Climb:
+    """The right network and its run, what the worker is given instead, and a patch of its adapter (a function of ladder_worker.py)."""
+
+    spec: Spec
+    run: dict[str, Any]
+    given: dict[str, Any]
+    patch: str | None = None
+
+
+def climb_of(spec: Spec, framework: str, folder: Path, change: Change = as_it_is) -> Climb:
+    """`change` makes the worker's network another one than the reference's."""
+    folder.mkdir(parents=True)
+    run = parity.ladder_run_json(spec, contracts.settings(framework), folder)
     given = json.loads(json.dumps(run))
-    if change is not None:
-        change(given)
-    (folder / "run.json").write_text(json.dumps(given))
-    command = [str(python), "-I", "-B", "-u", str(paths.worker_dir()), str(folder), "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    with np.load(folder / "ladder.npz", allow_pickle=False) as arrays:
-        return parity.compare(spec, run, dict(arrays), "1")
+    change(given)
+    return Climb(spec, run, given)
+
+
+class Climbed:
+    """What a framework made of the climbs."""
+
+    def __init__(self, python: Path, folder: Path, climbs: Mapping[str, Climb]) -> None:
+        self.climbs = climbs
+        listed = [{"run": climb.given, "patch": climb.patch} for climb in climbs.values()]
+        (folder / "cases.json").write_text(json.dumps(listed))
+        worker = Path(__file__).with_name("ladder_worker.py")
+        command = [str(python), "-I", "-B", str(worker), str(paths.worker_dir().parent), str(folder)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=env)
+        assert done.returncode == 0, done.stderr[-4000:]
+        self.results = dict(zip(climbs, json.loads((folder / "results.json").read_text()), strict=True))
+
+    def refusal(self, name: str) -> str:
+        """Why the framework can not do it; "" where it did."""
+        return str(self.results[name].get("unsupported", ""))
+
+    def certificate(self, name: str) -> Certificate:
+        climb, result = self.climbs[name], self.results[name]
+        assert "version" in result, result
+        arrays = dict(np.load(Path(climb.given["folder"]) / "ladder.npz", allow_pickle=False))
+        return parity.compare(climb.spec, climb.run, arrays, result["version"])

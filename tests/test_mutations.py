@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from crosstrain import parity, paths
+from crosstrain import parity
 from crosstrain.certificates import Certificate
 from crosstrain.networks import Spec
 from ladders import (
     Change,
+    Climb,
+    Climbed,
     as_it_is,
     attribute,
     autoencoder,
@@ -38,7 +36,7 @@ from ladders import (
 
 @dataclass(frozen=True)
 class Mutation:
-    """What is wrong: a change of the worker's run.json, or a patch of its adapter (a function of mutated_worker.py).
+    """What is wrong: a change of the worker's run.json, or a patch of its adapter (a function of ladder_worker.py).
 
     `level`: where it must be caught; `network`: on which network; `frameworks`: where it exists.
     """
@@ -124,36 +122,22 @@ def test_the_reference_with_a_mutation_fails_at_its_level(name: str, tmp_path: P
     check(parity.compare(spec, run, measure(wrong), "1"), CASES[name].level)
 
 
-class Climbed:
-    """All mutations of one framework, climbed in one worker process."""
-
-    def __init__(self, framework: str, python: Path, folder: Path) -> None:
-        chosen = {name: mutation for name, mutation in CASES.items() if framework in mutation.frameworks}
-        self.cases = {name: case(mutation, framework, folder / str(i)) for i, (name, mutation) in enumerate(chosen.items())}
-        listed = [{"run": self.cases[name][2], "patch": mutation.patch} for name, mutation in chosen.items()]
-        (folder / "cases.json").write_text(json.dumps(listed))
-        worker = Path(__file__).with_name("mutated_worker.py")
-        command = [str(python), "-I", "-B", str(worker), str(paths.worker_dir().parent), str(folder)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
-        assert done.returncode == 0, done.stderr[-4000:]
-        self.results = dict(zip(self.cases, json.loads((folder / "results.json").read_text()), strict=True))
-
-    def certificate(self, name: str) -> Certificate:
-        spec, run, wrong = self.cases[name]
-        assert "version" in self.results[name], self.results[name]["error"]
-        arrays = dict(np.load(Path(wrong["folder"]) / "ladder.npz", allow_pickle=False))
-        return parity.compare(spec, run, arrays, self.results[name]["version"])
-
-
 @pytest.fixture(scope="module")
 def climbed(
     request: pytest.FixtureRequest, framework_python: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Climbed:
-    python = framework_python(request.param)  # in the user's own cache
+    """All mutations of one framework, climbed in one worker process."""
+    framework: str = request.param
+    python = framework_python(framework)  # in the user's own cache
+    folder = tmp_path_factory.mktemp(framework)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CROSSTRAIN_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return Climbed(request.param, python, tmp_path_factory.mktemp(request.param))
+        chosen = {name: mutation for name, mutation in CASES.items() if framework in mutation.frameworks}
+        climbs = {
+            name: Climb(*case(mutation, framework, folder / str(i)), mutation.patch)
+            for i, (name, mutation) in enumerate(chosen.items())
+        }
+        return Climbed(python, folder, climbs)
 
 
 @pytest.mark.parametrize("name", [name for name, mutation in CASES.items() if len(mutation.frameworks) == 2])

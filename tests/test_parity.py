@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import contracts
 from crosstrain import certificates, parity, paths
 from crosstrain.certificates import Certificate
 from crosstrain.networks import Network, Spec, initial_weights
@@ -303,54 +304,29 @@ def test_many_deviations_are_told_once(tmp_path: Path) -> None:
 # -- the real frameworks --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["torch", "mxnet"])
+@pytest.fixture(scope="module", params=contracts.NAMES)
 def framework(request: pytest.FixtureRequest, framework_python: Callable[[str], Path]) -> tuple[str, Path]:
     """Name and interpreter. Of the module, so that it is looked up in the user's own cache."""
     return request.param, framework_python(request.param)
 
 
-def work(python: Path, run: dict[str, Any]) -> str:
-    """Run one worker to its end. Returns the framework's version."""
+def work(python: Path, run: dict[str, Any]) -> None:
+    """Run one worker to its end."""
     folder = Path(run["folder"])
     (folder / "run.json").write_text(json.dumps(run))
     command = [str(python), "-I", "-B", "-u", str(paths.worker_dir()), str(folder), "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    return str(json.loads((folder / "result.0.json").read_text())["versions"]["framework"])
-
-
-def launched(python: Path, run: dict[str, Any]) -> tuple[str, dict[str, np.ndarray]]:
-    """(framework's version, arrays) of a ladder run by a worker process."""
-    version = work(python, run)
-    return version, dict(np.load(Path(run["folder"]) / "ladder.npz", allow_pickle=False))
-
-
-@pytest.mark.parametrize("network", NETWORKS)
-def test_a_framework_is_proven(network: Callable[[], Spec], framework: tuple[str, Path], tmp_path: Path) -> None:
-    spec, (name, python) = network(), framework
-    run = parity.ladder_run_json(spec, framework_json(name), tmp_path)
-    version, arrays = launched(python, run)
-    certificate = parity.compare(spec, run, arrays, version)
-    assert certificate.proven, certificate.tag()
-    deviating = {"lstm1"} if spec.has("lstm") else {"bn1", "bn2"} if name == "mxnet" and spec.has("batch_norm") else set()
-    assert set(certificate.deviations) == deviating
-    flops = next(level for level in certificate.levels if level.level == "flops")
-    assert flops.state == ("passed" if name == "torch" else "not applicable")
 
 
 def test_a_framework_shows_the_shapes_of_a_network_that_is_only_looked_at(framework: tuple[str, Path], tmp_path: Path) -> None:
-    name, python = framework
-    for network in NETWORKS:
-        folder = tmp_path / network.__name__
-        folder.mkdir()
-        spec = network()
-        run = parity.shapes_run_json(spec, framework_json(name), folder)
-        assert run["weights"] is None and run["data"] is None
-        work(python, run)
-        built = json.loads((folder / "shapes.json").read_text())
-        assert built["shapes"] == {v.name: list(v.shape) for v in spec.parameters + spec.states}
-        deviating = spec.has("lstm") or (name == "mxnet" and spec.has("batch_norm"))
-        assert bool(built["deviations"]) == deviating
+    (name, python), spec = framework, strided()
+    run = parity.shapes_run_json(spec, contracts.settings(name), tmp_path)
+    assert run["weights"] is None and run["data"] is None
+    work(python, run)
+    built = json.loads((tmp_path / "shapes.json").read_text())
+    assert built["shapes"] == {v.name: list(v.shape) for v in spec.parameters + spec.states}
+    assert set(built["deviations"]) == set(contracts.deviations(name, spec))
 
 
 #: The kernels of a GPU can not be called here, but their signatures are there: the formulas must read the arguments they mean.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -18,18 +19,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+import contracts
 from conftest import PUBLISHED, QUICK, TRAIN, Result, Train, run_folder_in_phase, run_train, store, wait_for, workers_of
 from crosstrain import parity, parity_replicas, paths, samples
 from crosstrain.networks import Network, Spec, initial_weights
 from crosstrain.networks.reference import Reference
 from crosstrain.networks.spec import classes, image, tokens
 from crosstrain_worker.agreement import FILE, Agreement
-from crosstrain_worker.frameworks import base, on_fake, on_mxnet, on_torch
+from crosstrain_worker.frameworks import base, on_fake
 from crosstrain_worker.record import BLOCK, ITERATION
 from crosstrain_worker.record import TRAIN as TRAINED
+from ladders import framework_json
 
 TWO = ["device=cpu", "replicas=2", "threads=1", "device.oversubscribe=true"]
-FRAMEWORKS = ("torch", "mxnet")
+#: that can do it
+FRAMEWORKS = [name for name in contracts.NAMES if 2 in contracts.OF[name].DEVICES]
 
 
 # -- agreement -------------------------------------------------------------------------------------------------------------
@@ -124,91 +128,100 @@ def test_without_rank_0_nobody_waits_for_ever(train: Train) -> None:
     assert workers_of(Path(result.only["folder"])) == []
 
 
-@pytest.mark.parametrize(("adapter", "ranks"), [(on_torch, 2), (on_fake, 2), (on_mxnet, 1)])
-def test_how_many_ranks_is_the_frameworks_own_fact(adapter: Any, ranks: int) -> None:
+@pytest.mark.parametrize(("way", "ranks"), [("one", 2), ("all", 1)])
+def test_how_many_ranks_is_the_frameworks_own_fact(way: str, ranks: int) -> None:
     run = {"network": language().to_json(), "device": "cpu", "precision": "fp32", "replicas": 2,
            "framework": {"name": "it", "fault": "none"}}  # fmt: skip
-    right, wrong = (adapter.Framework({**run, "world_size": world_size}) for world_size in (ranks, 3 - ranks))
+    right, wrong = (on_fake.Framework({**run, "world_size": world_size}) for world_size in (ranks, 3 - ranks))
+    right.replicas_per_rank = wrong.replicas_per_rank = way
     right.ops = wrong.ops = {op["op"] for op in run["network"]["ops"]}
     base.Base.check(right)
     with pytest.raises(base.Unsupported, match=f"it needs {ranks} ranks for replicas=2, it got {3 - ranks}"):
         base.Base.check(wrong)
 
 
+@pytest.mark.parametrize("name", contracts.NAMES)
+def test_the_driver_and_the_adapter_agree_on_the_ranks(name: str) -> None:
+    adapter = importlib.import_module(f"crosstrain_worker.frameworks.on_{name}").Framework
+    assert adapter.replicas_per_rank == contracts.settings(name)["replicas_per_rank"]
+    assert (adapter.max_replicas > 1) == (name in FRAMEWORKS)
+
+
 # -- the same training -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory, framework_python: Callable[[str], Path]) -> Result:
-    """LeNet on the digits in both frameworks, with one replica and with two."""
-    for name in FRAMEWORKS:
-        framework_python(name)
-    return run_train(
-        tmp_path_factory.mktemp("replicas"), "-m", "framework=torch,mxnet", "replicas=1,2", "device=cpu", "threads=1", "network=lenet",
-        "data=digits", "batch_size=64", "epochs=1", "device.oversubscribe=true", *QUICK, "measure.min_blocks=5",
+@pytest.fixture(scope="module", params=FRAMEWORKS)
+def sweep(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, framework_python: Callable[[str], Path]
+) -> tuple[str, Result]:
+    """(framework, LeNet on the digits with one replica and with two)."""
+    framework_python(request.param)
+    return request.param, run_train(
+        tmp_path_factory.mktemp("replicas"), "-m", f"framework={request.param}", "replicas=1,2", "device=cpu", "threads=1",
+        "network=lenet", "data=digits", "batch_size=64", "epochs=1", "device.oversubscribe=true", *QUICK, "measure.min_blocks=5",
     )  # fmt: skip
 
 
-def folder_of(sweep: Result, framework: str, replicas: int) -> Path:
-    return Path(sweep.outcomes[2 * FRAMEWORKS.index(framework) + replicas - 1]["folder"])
+def folders_of(sweep: Result) -> list[Path]:
+    return [Path(row["folder"]) for row in sweep.outcomes]
 
 
-def test_each_cell_is_one_published_run(sweep: Result) -> None:
-    assert [row["outcome"] in PUBLISHED for row in sweep.outcomes] == [True] * 4, sweep
-    runs = [store(sweep.folder).get_run(row["mlflow_run_id"]) for row in sweep.outcomes]
-    assert len(sweep.runs) == 4
-    assert [run.data.params["replicas"] for run in runs] == ["1", "2", "1", "2"]
-    assert [run.data.params["batch_per_replica"] for run in runs] == ["64", "32", "64", "32"]
-    assert [len(rows_of(Path(row["folder"]))) for row in sweep.outcomes] == [1, 2, 1, 1]
+def test_each_cell_is_one_published_run(sweep: tuple[str, Result]) -> None:
+    name, result = sweep
+    assert [row["outcome"] in PUBLISHED for row in result.outcomes] == [True] * 2, result
+    runs = [store(result.folder).get_run(row["mlflow_run_id"]) for row in result.outcomes]
+    assert len(result.runs) == 2
+    assert [run.data.params["replicas"] for run in runs] == ["1", "2"]
+    assert [run.data.params["batch_per_replica"] for run in runs] == ["64", "32"]
+    ranks = 2 if contracts.settings(name)["replicas_per_rank"] == "one" else 1
+    assert [len(rows_of(folder)) for folder in folders_of(result)] == [1, ranks]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_throughput_is_that_of_all_replicas_and_of_the_slowest_rank(sweep: Result, framework: str) -> None:
-    row = sweep.outcomes[2 * FRAMEWORKS.index(framework) + 1]
-    ranks = rows_of(folder_of(sweep, framework, 2))
+def test_throughput_is_that_of_all_replicas_and_of_the_slowest_rank(sweep: tuple[str, Result]) -> None:
+    row = sweep[1].outcomes[1]
+    ranks = rows_of(Path(row["folder"]))
     blocks = [(rows["duration"] / rows["size"])[rows["phase"] == BLOCK] for rows in ranks]
     step_s = float(np.median(np.max(blocks, axis=0)))
     assert row["step_ms"] == pytest.approx(1000 * step_s, rel=1e-6)
     assert row["samples_per_s"] == pytest.approx(64 / step_s, rel=1e-6)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_two_replicas_train_as_one(sweep: Result, framework: str) -> None:
+def test_two_replicas_train_as_one(sweep: tuple[str, Result]) -> None:
     """The losses of every iteration, and what comes out on the test set, whose last batch is a smaller one."""
-    losses = {}
-    for replicas in (1, 2):
-        merged = samples.merge(rows_of(folder_of(sweep, framework, replicas))).rows
-        losses[replicas] = merged["loss"][merged["phase"] == TRAINED]
-    assert len(losses[1]) == 22
-    assert losses[1][-1] < 0.7 * losses[1][0]
-    np.testing.assert_allclose(losses[2], losses[1], rtol=1e-3)
-    epochs = {}
-    for replicas in (1, 2):
-        run = store(sweep.folder).get_run(sweep.outcomes[2 * FRAMEWORKS.index(framework) + replicas - 1]["mlflow_run_id"])
-        epochs[replicas] = [run.data.metrics[key] for key in ("epoch/loss", "epoch/test_loss", "epoch/accuracy")]
-    np.testing.assert_allclose(epochs[2], epochs[1], rtol=2e-3)
+    result = sweep[1]
+    losses, epochs = [], []
+    for folder, row in zip(folders_of(result), result.outcomes, strict=True):
+        merged = samples.merge(rows_of(folder)).rows
+        losses.append(merged["loss"][merged["phase"] == TRAINED])
+        run = store(result.folder).get_run(row["mlflow_run_id"])
+        epochs.append([run.data.metrics[key] for key in ("epoch/loss", "epoch/test_loss", "epoch/accuracy")])
+    assert len(losses[0]) == 22
+    assert losses[0][-1] < 0.7 * losses[0][0]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
+    np.testing.assert_allclose(epochs[1], epochs[0], rtol=2e-3)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_every_replica_has_a_device_of_its_own(sweep: Result, framework: str) -> None:
-    folder = folder_of(sweep, framework, 2)
-    run = json.loads((folder / "run.json").read_text())
-    results = [json.loads((folder / f"result.{rank}.json").read_text()) for rank in range(run["world_size"])]
-    devices = ["cpu", "cpu"] if framework == "torch" else ["cpu(0), cpu(1)"]
-    assert [result["effective"]["device"] for result in results] == devices
-    assert all(result["effective"]["threads"] == 1 and result["parameters_changed"] for result in results)
+def test_every_replica_has_a_device_of_its_own(sweep: tuple[str, Result]) -> None:
+    name, result = sweep
+    for replicas, folder in enumerate(folders_of(result), start=1):
+        run = json.loads((folder / "run.json").read_text())
+        results = [json.loads((folder / f"result.{rank}.json").read_text()) for rank in range(run["world_size"])]
+        assert [found["effective"]["device"] for found in results] == [contracts.OF[name].DEVICES[replicas]] * run["world_size"]
+        assert all(found["effective"]["threads"] == 1 and found["parameters_changed"] for found in results)
 
 
-@pytest.mark.parametrize("adapter", [on_torch, on_mxnet])
-def test_separate_batch_statistics_are_declared(adapter: Any) -> None:
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_separate_batch_statistics_are_declared(name: str) -> None:
     net = Network("normed", image(1, 4, 4), classes(2))
     net.add("batch_norm", "bn")
     net.add("flatten", "flat")
     net.add("linear", "fc", out=2)
-    run = {"network": net.finish().to_json(), "device": "cpu", "framework": {}, "world_size": 1, "replicas": 1}
+    adapter = importlib.import_module(f"crosstrain_worker.frameworks.on_{name}").Framework
+    run = {"network": net.finish().to_json(), "device": "cpu", "precision": "fp32", "threads": 1, "world_size": 1, "replicas": 1}
+    run["framework"] = contracts.settings(name)
     words = "statistics are each replica's own"
-    assert words not in adapter.Framework(run).deviations.get("bn", "")
-    found = adapter.Framework({**run, "replicas": 2}).deviations
+    assert words not in adapter(run).deviations.get("bn", "")
+    found = adapter({**run, "replicas": 2}).deviations
     assert set(found) == {"bn"} and words in found["bn"]
 
 
@@ -224,11 +237,6 @@ def language() -> Spec:
     net.add("attention", "attend", heads=2, causal=True)
     net.add("tied_linear", "head", tied="embed", transpose=False)
     return net.finish()
-
-
-def settings(name: str) -> dict[str, Any]:
-    usual = {"version": None, "compile": "off", "memory_format": "contiguous", "autotune": False, "deterministic": False}
-    return {"name": name, **usual, "replicas_per_rank": "all" if name == "mxnet" else "one"}
 
 
 class Replicas:
@@ -282,7 +290,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("cache")
 def test_averaged_replicas_pass(tmp_path: Path) -> None:
     spec = language()
-    run = parity.ladder_run_json(spec, settings("fake"), tmp_path)
+    run = parity.ladder_run_json(spec, framework_json("fake"), tmp_path)
     level = parity_replicas.judge(spec, run, ranks_of(spec, run))
     assert (level.level, level.state) == ("9", "passed"), level
 
@@ -291,7 +299,7 @@ def test_averaged_replicas_pass(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", ["added, not averaged", "not reduced", "clipped before the reduction", "one replica forgotten"])
 def test_a_wrong_reduction_fails(wrong: str, tmp_path: Path) -> None:
     spec = language()
-    run = parity.ladder_run_json(spec, settings("fake"), tmp_path)
+    run = parity.ladder_run_json(spec, framework_json("fake"), tmp_path)
     assert parity_replicas.judge(spec, run, ranks_of(spec, run, wrong)).state == "failed"
 
 
@@ -323,9 +331,8 @@ def test_a_frameworks_replicas_pass_and_a_wrong_rate_fails(
 ) -> None:
     python, spec = framework_python(name), language()
     monkeypatch.setenv("CROSSTRAIN_CACHE", str(tmp_path / "cache"))
-    ladder = parity.ladder_run_json(spec, settings(name), tmp_path)
+    ladder = parity.ladder_run_json(spec, contracts.settings(name), tmp_path)
     run = parity_replicas.run_json(ladder, tmp_path / "replicas")
-    assert run["world_size"] == (2 if name == "torch" else 1)
     right = measured(python, run)
     level = parity_replicas.judge(spec, ladder, right)
     assert level.state == "passed", level

@@ -1,8 +1,8 @@
-"""Runs in a framework's interpreter: `python mutated_worker.py <src> <folder>`, wrong adapters on the parity ladder.
+"""Runs in a framework's interpreter: `python ladder_worker.py <src> <folder>`, right and wrong adapters on the parity ladder.
 
 <folder>/cases.json is a list of {"run", "patch"}: each run is built as the worker builds it, its adapter is changed by the function
 of this file that the patch names (`<patch>_<framework>`, or `<patch>` for both; null: none), and it climbs the ladder. Writes
-ladder.npz into each run's folder, and results.json: a list of {"version"} or {"error"}.
+ladder.npz into each run's folder, and results.json: a list of {"version"}, {"unsupported"} or {"error"}.
 """
 
 import importlib
@@ -236,17 +236,23 @@ def climb(run, patch):
         functions[patch if patch in functions else patch + "_" + name](adapter)
     adapter.load(session.initial_arrays(run))
     ladder.run(run, adapter)
-    return adapter.versions()["framework"]
+    version = adapter.versions()["framework"]
+    adapter.close()
+    return version
 
 
 def main(source, folder):
     sys.path.insert(0, source)
+    from crosstrain_worker.frameworks.base import Unsupported
+
     with open(os.path.join(folder, "cases.json")) as file:
         cases = json.load(file)
     results = []
     for case in cases:
         try:
             results.append({"version": climb(case["run"], case["patch"])})
+        except Unsupported as refusal:
+            results.append({"unsupported": refusal.reason})
         except Exception:
             results.append({"error": traceback.format_exc()})
     with open(os.path.join(folder, "results.json"), "w") as file:
