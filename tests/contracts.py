@@ -6,7 +6,10 @@
     DEVIATIONS            {op kind, or `batch_norm <variance>`: words of the declared deviation}
     UNSUPPORTED           {case of test_adapters.CASES: a word of the reason}: ops that it has to refuse
     UNSUPPORTED_NETWORKS  {network of the ladder tests: a word of the reason}
-    DEVICES               {replicas: what `effective` says of the device(s) of rank 0}
+    DEVICES               {replicas: what `effective` says of the device(s) of a rank}; without 2 it has one replica at most
+    COUNTS_FLOPS          whether it counts the FLOPs that it executes (if left out: no)
+
+What is left out is empty.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ def _load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"contract_of_{name}", FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    module.__dict__.update(REFUSED={}, SETTINGS={}, DEVIATIONS={}, UNSUPPORTED={}, UNSUPPORTED_NETWORKS={}, DEVICES={}, COUNTS_FLOPS=False)
     spec.loader.exec_module(module)
     return module
 

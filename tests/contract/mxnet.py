@@ -15,6 +15,4 @@ SETTINGS = {
 }
 DEVIATIONS = {"lstm": "second bias", "batch_norm unbiased": "running variance is biased,"}
 UNSUPPORTED = {"avg_pool, one-sided, input only": "count_include_pad"}
-UNSUPPORTED_NETWORKS: dict[str, str] = {}
 DEVICES = {1: "cpu(0)", 2: "cpu(0), cpu(1)"}
-COUNTS_FLOPS = False

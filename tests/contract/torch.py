@@ -18,6 +18,5 @@ SETTINGS = {
 }
 DEVIATIONS = {"lstm": "second bias", "batch_norm biased": "running variance is unbiased,"}
 UNSUPPORTED = {"avg_pool, one-sided, input only": "count_include_pad"}
-UNSUPPORTED_NETWORKS: dict[str, str] = {}
 DEVICES = {1: "cpu", 2: "cpu"}
 COUNTS_FLOPS = True
