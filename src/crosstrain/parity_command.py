@@ -18,7 +18,20 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from crosstrain import certificates, environments, guard, networks, parity, parity_replicas, paths, prepare, processes, progress, runspec
+from crosstrain import (
+    certificates,
+    environments,
+    guard,
+    networks,
+    parity,
+    parity_replicas,
+    parity_table,
+    paths,
+    prepare,
+    processes,
+    progress,
+    runspec,
+)
 from crosstrain import config as schema
 from crosstrain.certificates import Certificate, Level
 from crosstrain.errors import ConfigError, OutcomeError
@@ -51,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py; commas try all: framework=torch,mxnet")
     parser.add_argument("--all", action="store_true", help="every framework with every network")
+    parser.add_argument("--record", metavar="FILE", type=Path, help="also keep what comes out in this JSON file")
+    parser.add_argument("--page", metavar="FILE", type=Path, help="write the table of --record into this Markdown page, between its marks")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with networks of your own, as for train.py")
     return parser
 
@@ -69,6 +84,11 @@ class Cell:
         return " ".join([settings["name"], *(f"{key}={settings[key]}" for key, first in SHOWN.items() if settings[key] != first)])
 
     @property
+    def name(self) -> str:
+        """The network's, with its stage where it has some."""
+        return self.spec.network.name
+
+    @property
     def reduced(self) -> bool:
         return self.ladder.key() != self.spec.network.key()
 
@@ -77,6 +97,8 @@ def _run(arguments: argparse.Namespace) -> int:
     folders = _config_dirs(arguments.config_dir)
     # All are composed, and all specs built, before the first is started.
     cells = [_compose(overrides, folders) for overrides in _cells(arguments.overrides, arguments.all, folders)]
+    if arguments.record:
+        parity_table.read(arguments.record)
     rows: list[tuple[Cell, Certificate | OutcomeError]] = []
     for number, cell in enumerate(cells, 1):
         title = f"{cell.spec.network.name}-{cell.framework}"
@@ -85,7 +107,11 @@ def _run(arguments: argparse.Namespace) -> int:
                 rows.append((cell, prove(cell, line)))
             except OutcomeError as error:
                 rows.append((cell, error))
+        if arguments.record:
+            parity_table.record(arguments.record, parity_table.row_of(cell.framework, cell.name, rows[-1][1]))
     _show(rows)
+    if arguments.record and arguments.page:
+        parity_table.put_into(arguments.page, parity_table.markdown(parity_table.read(arguments.record)))
     return 0 if all(isinstance(verdict, Certificate) and verdict.proven for _, verdict in rows) else 1
 
 
