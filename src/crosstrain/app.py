@@ -203,12 +203,14 @@ def _check_writable(folder: Path) -> None:
 
 def finish() -> int:
     """After the last run: the short result table and how to see more. Returns 0 when every run was ok (or none was asked for), else 1."""
-    from crosstrain import outcomes, progress
+    from crosstrain import outcomes, progress, run
 
     folder, total = progress.sweep.folder, progress.sweep.total  # without the runs that skip_finished left out
     if folder is None or not (folder / "outcomes.jsonl").is_file():
         return 1 if total > 0 else 0
-    rows = outcomes.read(folder)
+    filled = run.fill_scaling()
+    run.report()
+    rows = [filled.get(row["mlflow_run_id"], row) for row in outcomes.read(folder)]
     with contextlib.suppress(BrokenPipeError):
         progress.show_table(rows, folder)
     return 0 if all(row["ok"] for row in rows) and len(rows) >= total else 1

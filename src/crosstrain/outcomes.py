@@ -58,9 +58,17 @@ class Outcome:
 
 
 #: Texts by which libraries say that host memory ran out, when they do not raise MemoryError.
-HOST_OOM = re.compile(r"std::bad_alloc|Cannot allocate memory|can't allocate memory|MemoryError|Unable to allocate", re.I)
+HOST_OOM = re.compile(
+    r"std::bad_alloc|Cannot allocate memory|can't allocate memory|MemoryError|Unable to allocate|host allocation of size \d+ failed", re.I
+)
 #: Texts by which libraries that abort say that device memory ran out.
-DEVICE_OOM = re.compile(r"CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|RESOURCE_EXHAUSTED", re.I)
+DEVICE_OOM = re.compile(
+    r"CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|RESOURCE_EXHAUSTED|cudaSuccess \(2 vs\. 0\)", re.I
+)
+#: Texts by which libraries that abort say that they were built for the CPU only.
+NO_GPU = re.compile(r"Cannot use GPU in CPU-only Caffe")
+#: glog's line before it aborts the process: F<date> <time> <thread> <file>:<line>] <message>
+FATAL = re.compile(r"^F\d+ [\d:.]+ +\d+ [^\s:]+:\d+\] *(.+)$", re.M)
 
 
 def of_failed_rank(
@@ -83,16 +91,26 @@ def of_failed_rank(
         return Outcome("device_oom", phase, where + _matching_line(DEVICE_OOM, stderr), "lower batch_size", stderr)
     if HOST_OOM.search(stderr):
         return Outcome("host_oom", phase, where + _matching_line(HOST_OOM, stderr), "lower batch_size or free memory", stderr)
+    if NO_GPU.search(stderr):
+        return Outcome("unsupported", phase, where + fatal_message(stderr), "a build with CUDA, or device=cpu", stderr)
     if returncode is not None and returncode < 0:
         name = signal.Signals(-returncode).name
         if name == "SIGKILL" and oom_kills:
             return Outcome("host_oom", phase, f"{where}killed by the kernel: out of host memory", "lower batch_size", stderr)
-        return Outcome("crashed", phase, f"{where}the worker died by {name}", "", stderr)
+        message = fatal_message(stderr)
+        return Outcome("crashed", phase, f"{where}the worker died by {name}" + (f": {message}" if message else ""), "", stderr)
     return Outcome("crashed", phase, f"{where}the worker ended (exit code {returncode}) without a result", "", stderr)
 
 
+def fatal_message(stderr: str) -> str:
+    """What a library that logs with glog said when it aborted the process; "" when it did not."""
+    found = FATAL.search(stderr)
+    return found[1].strip()[:500] if found else ""
+
+
 def _matching_line(pattern: re.Pattern[str], text: str) -> str:
-    return next(line.strip() for line in text.splitlines() if pattern.search(line))[:500]
+    line = next(line.strip() for line in text.splitlines() if pattern.search(line))
+    return fatal_message(line) or line[:500]
 
 
 def append(folder: Path, row: dict[str, Any]) -> None:
@@ -107,11 +125,23 @@ def read(folder: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in source if line.strip()]
 
 
+#: metrics of a run that the table of its command shows
+SHOWN = ("step_ms", "step_ms_low", "step_ms_high", "samples_per_s", "accuracy", "efficiency")
+
+
 def row(
-    name: str, outcome: Outcome, strict: bool, metrics: dict[str, float], run_id: str, folder: Path, overrides: list[str]
+    name: str,
+    outcome: Outcome,
+    strict: bool,
+    metrics: dict[str, float],
+    run_id: str,
+    folder: Path,
+    overrides: list[str],
+    keys: dict[str, str],
+    replicas: int,
 ) -> dict[str, Any]:
-    """What outcomes.jsonl keeps of a run. `overrides`: those that made it."""
-    shown = {key: metrics.get(key) for key in ("step_ms", "step_ms_low", "step_ms_high", "samples_per_s", "accuracy")}
+    """What outcomes.jsonl keeps of a run. `overrides`: those that made it; `keys`: those of `prepare.keys`, none if it never got so far."""
+    shown = {key: metrics.get(key) for key in SHOWN}
     fields = {key: value for key, value in asdict(outcome).items() if key not in ("name", "stderr")}
     return {
         "run": name,
@@ -122,4 +152,6 @@ def row(
         "mlflow_run_id": run_id,
         "folder": str(folder),
         "overrides": overrides,
+        "replicas": replicas,
+        **{key: keys.get(key, "") for key in ("cell_key", "base_key", "alone_key")},
     }

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from crosstrain import data, devices, environments
+from crosstrain import data, devices, environments, locks
 from crosstrain.environments import Environment
 from crosstrain.errors import OutcomeError
 from crosstrain.networks import initial_weights
@@ -58,15 +58,21 @@ def choose_place(spec: RunSpec) -> Place:
     if spec.batch_size == "max":
         what = "batch_size=max is for GPUs" if kind == "cpu" else "batch_size=max can not be searched for yet"
         raise OutcomeError("unsupported", what, "give a number")
-    if spec.parallelism == "horovod":
-        raise OutcomeError("unsupported", "parallelism=horovod is not there yet", "parallelism=native")
+    if spec.parallelism == "horovod" and spec.framework["name"] not in locks.with_horovod():
+        only = f"{spec.framework['name']} has no Horovod, only {' and '.join(locks.with_horovod())} have it"
+        raise OutcomeError("unsupported", only, "parallelism=native")
     cpus = len(devices.logical_cpus())
-    threads = spec.threads or max(1, min(devices.physical_cores(), cpus) // copies)
+    threads = _threads(spec, copies)
     too_many = kind == "cpu" and threads * copies > cpus
     if too_many and not spec.oversubscribe:
         asked = f"asked for {copies} x {threads} threads" if copies > 1 else f"asked for {threads} threads"
         raise OutcomeError("unsupported", f"{asked}; this machine has {cpus} logical CPUs", "device.oversubscribe=true runs them anyway")
     return Place(kind, gpus, copies, threads, pinned=kind == "cpu" and not too_many)
+
+
+def _threads(spec: RunSpec, copies: int) -> int:
+    """Per replica; not given: the physical cores are shared out."""
+    return spec.threads or max(1, min(devices.physical_cores(), len(devices.logical_cpus())) // copies)
 
 
 def placed(spec: RunSpec, place: Place) -> RunSpec:
@@ -80,7 +86,7 @@ def prepare(spec: RunSpec, report: Callable[[str], None]) -> Prepared:
     """Find or make everything. Raises OutcomeError (unsupported, env_missing, data_missing). `report` gets progress, a line each."""
     place = choose_place(spec)
     framework = spec.framework
-    environment = environments.find_or_make(framework["name"], place.kind, framework["python"], framework["version"], report)
+    environment = environments.find_or_make(spec.environment, place.kind, framework["python"], framework["version"], report)
     data_set = data.prepare(spec.data, spec.network.to_json(), spec.seed, spec.data_dir, report, spec.batch_global)
     if data_set.train.count < spec.batch_global:
         few = f"batch_size={spec.batch_global}: {data_set.name} has only {data_set.train.count} training samples"
@@ -106,7 +112,7 @@ def run_json(spec: RunSpec, ready: Prepared, run_id: str, folder: Path, gpus: li
         "cpus": cpus,
         "threads": ready.place.threads,
         "replicas": ready.place.copies,
-        "world_size": world_size(spec.framework, ready.place.copies),
+        "world_size": world_size(spec.framework, ready.place.copies, spec.parallelism),
         "parallelism": spec.parallelism,
         "batch_global": spec.batch_global,
         "batch_per_replica": spec.batch_per_replica,
@@ -120,26 +126,39 @@ def run_json(spec: RunSpec, ready: Prepared, run_id: str, folder: Path, gpus: li
     }
 
 
-def world_size(framework: Mapping[str, Any], replicas: int) -> int:
-    """How many ranks a framework has for so many replicas."""
-    return replicas if framework["replicas_per_rank"] == "one" else 1
+def world_size(framework: Mapping[str, Any], replicas: int, parallelism: str) -> int:
+    """How many ranks a framework has for so many replicas. Horovod has one for each, always."""
+    return replicas if framework["replicas_per_rank"] == "one" or parallelism == "horovod" else 1
 
 
 def keys(spec: RunSpec, ready: Prepared) -> dict[str, str]:
-    """run_key, cell_key (without repeat) and base_key (the one-device cell that a speed-up refers to), 16 hex digits each."""
-    one = replace(spec, gpus=1 if spec.gpus else None, replicas=None, repeat=0)
-    if spec.scaling == "weak":
-        one = replace(one, batch_size=spec.batch_per_replica)
+    """run_key, cell_key (without repeat), base_key and alone_key, 16 hex digits each.
+
+    base_key: the cell of one device without any wrapper that a speed-up refers to; alone_key: that with a replica's share of the batch.
+    """
+    one = replace(spec, gpus=1 if spec.gpus else None, replicas=None, repeat=0, parallelism="native")
+    alone = replace(one, batch_size=spec.batch_per_replica)
+    threads = _threads(spec, 1)
+    place = replace(ready.place, copies=1, threads=threads)
+    if place.kind == "cpu":
+        place = replace(place, pinned=threads <= len(devices.logical_cpus()))
+    native = replace(ready, place=place)
+    if ready.environment.managed:
+        key = environments.environment_key(spec.framework["name"], place.kind, spec.framework["version"])
+        native = replace(native, environment=replace(ready.environment, key=key))
     return {
-        "run_key": _key(spec, ready, ready.place.copies),
-        "cell_key": _key(replace(spec, repeat=0), ready, ready.place.copies),
-        "base_key": _key(one, ready, 1),
+        "run_key": _key(spec, ready),
+        "cell_key": _key(replace(spec, repeat=0), ready),
+        "base_key": _key(alone if spec.scaling == "weak" else one, native),
+        "alone_key": _key(alone, native),
     }
 
 
-def _key(spec: RunSpec, ready: Prepared, copies: int) -> str:
+def _key(spec: RunSpec, ready: Prepared) -> str:
     """A hash of all that can change the result; not of names, folders or the commit."""
     place = ready.place
+    if place.copies == 1:
+        spec = replace(spec, scaling="strong")  # the same for one
     driver = devices.describe_machine().get("nvidia_driver") if place.kind == "gpu" else None
     facts = {
         "measuring": MEASURING_VERSION,
@@ -147,7 +166,7 @@ def _key(spec: RunSpec, ready: Prepared, copies: int) -> str:
         "environment": ready.environment.key,
         "network": spec.network.key(),
         "data": [ready.data_set.key, ready.data_set.placement],
-        "device": [place.kind, place.device_name, driver, copies, place.threads, place.pinned],
+        "device": [place.kind, place.device_name, driver, place.copies, place.threads, place.pinned],
         "batch": spec.batch_size,
         "measure": {key: value for key, value in spec.measure.items() if key not in ("timeouts", "strict")},
         "optimizer": spec.optimizer,

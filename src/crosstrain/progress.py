@@ -142,13 +142,15 @@ def show_table(rows: list[dict[str, Any]], folder: Path) -> None:
     table = Table(title=f"{len(rows)} runs" if len(rows) != 1 else None, title_justify="left")
     for name in ("run", "swept", "outcome") if differences else ("run", "outcome"):
         table.add_column(name, overflow="fold")
-    for name in ("step_ms", "95 % interval", "samples/s", "accuracy"):
+    scaled = any(row["replicas"] > 1 for row in rows)
+    for name in ("step_ms", "95 % interval", "samples/s", *["efficiency"] * scaled, "accuracy"):
         table.add_column(name, justify="right")
     for index, row in enumerate(rows):
         interval = f"{number(row['step_ms_low'])} - {number(row['step_ms_high'])}" if row["step_ms_low"] is not None else ""
         accuracy = f"{100 * row['accuracy']:.2f} %" if row["accuracy"] is not None else ""
         what = [row["run"], differences[index]] if differences else [row["run"]]
-        table.add_row(*what, row["outcome"], number(row["step_ms"]), interval, number(row["samples_per_s"]), accuracy)
+        efficiency = [f"{100 * row['efficiency']:.0f} %" if row["efficiency"] is not None else ""] * scaled
+        table.add_row(*what, row["outcome"], number(row["step_ms"]), interval, number(row["samples_per_s"]), *efficiency, accuracy)
     console.print(table)
     say(f"files: {folder}")
     for line in run.ui_lines():

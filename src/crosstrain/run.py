@@ -20,9 +20,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from crosstrain import devices, guard, leases, measured, outcomes, prepare, processes, progress, publish, runspec
+from crosstrain import devices, guard, launch, leases, measured, outcomes, prepare, processes, progress, publish, runspec, scaling
 from crosstrain.errors import ConfigError, OutcomeError, TrackingError
-from crosstrain.launch import local
 from crosstrain.outcomes import Outcome
 from crosstrain.runspec import RunSpec
 from crosstrain.system_samples import SystemSampler
@@ -70,6 +69,35 @@ def ui_lines() -> list[str]:
 
 
 _used_ui_commands: set[str] = set()
+#: the runs of this command that are in a store
+_stored: list[tuple[Tracker, dict[str, Any]]] = []
+
+
+def fill_scaling() -> dict[str, dict[str, Any]]:
+    """At the end of a command: speed-up and efficiency of its runs, into the store. Returns the rows by MLflow run id."""
+    try:
+        for tracking, row in _stored:
+            scaling.fill(tracking, [row], progress.sweep.folder.name if progress.sweep.folder else "")
+    except TrackingError as error:
+        progress.say(f"  speed-up not tracked: {error}")
+    return {row["mlflow_run_id"]: row for _, row in _stored}
+
+
+def report() -> None:
+    """At the end of a sweep of several runs: its report, into the sweep's folder and the store it was tracked in."""
+    from crosstrain.report import command as reports
+
+    folder = progress.sweep.folder
+    trackers = {id(tracking): tracking for tracking, row in _stored if row["reported"]}
+    if folder is None or len(_stored) < 2:
+        return
+    for tracking in trackers.values():
+        try:
+            page = reports.of_sweep(tracking, folder.name, folder)
+            progress.say(f"report: {page}")
+        except (TrackingError, OSError) as error:
+            log.exception("the report failed")
+            progress.say(f"  no report: {error}; `crosstrain report {folder.name}` tries again")
 
 
 def run(config: DictConfig) -> float:
@@ -86,7 +114,7 @@ def run(config: DictConfig) -> float:
     except ConfigError as error:  # only under a sweeper that does not check first
         progress.say(f"error: {error}")
         outcome = Outcome("crashed", "", str(error))
-        outcomes.append(sweep_folder, outcomes.row("", outcome, False, {}, "", folder, list(hydra.overrides.task)))
+        outcomes.append(sweep_folder, outcomes.row("", outcome, False, {}, "", folder, list(hydra.overrides.task), {}, 1))
         return math.inf
     state = State(spec, folder, sweep_folder.name, " ".join(hydra.overrides.task))
     stopped: KeyboardInterrupt | None = None
@@ -161,11 +189,11 @@ def attend(state: State, line: progress.RunLine, gpus: list[Any]) -> Ended:
     """Start the ranks and watch them to their end. Whatever happens, afterwards no process of the run is left."""
     spec, run = state.spec, state.run_json
     assert state.ready is not None
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks: list[launch.Rank] = []
     with guard.start_guard(state.run_id):
         state.sampler = SystemSampler([], run["cpus"], gpus)
         try:
-            ranks += local.start(run, state.ready.environment, spec.framework["env"])
+            ranks += launch.start(run, state.ready.environment, spec.framework["env"])
             state.sampler.watch([rank.pid for rank in ranks])
             watch = Watch(run, ranks, state.sampler, line, spec.measure["timeouts"], spec.timeout_s)
             return watch.until_done()
@@ -196,6 +224,7 @@ def close(state: State, outcome: Outcome, sweep_folder: Path) -> dict[str, Any]:
     state.end_s = state.end_s or time.time()
     strict = spec.measure["strict"]
     metrics = state.measured.metrics if state.measured is not None and outcome.kind.numbers else {}
+    stored = False
     try:
         tracking = tracker(spec.tracking)
         _used_ui_commands.add(tracking.ui_command)
@@ -204,13 +233,18 @@ def close(state: State, outcome: Outcome, sweep_folder: Path) -> dict[str, Any]:
         record = publish.record(state, outcome, metrics)
         record.save(state.folder)
         tracking.finish(state.mlflow_run_id, record)
+        stored = True
     except TrackingError as error:
         log.exception("tracking failed")
         progress.say(f"  not tracked: {error} (everything is in {state.folder})")
     overrides = list(HydraConfig.get().overrides.task)
-    row = outcomes.row(spec.name, outcome, strict, metrics, state.mlflow_run_id, state.folder, overrides)
+    row = outcomes.row(
+        spec.name, outcome, strict, metrics, state.mlflow_run_id, state.folder, overrides, state.keys, spec.copies
+    )  # fmt: skip
     row["reason"] = outcome.reason
     outcomes.append(sweep_folder, row)
+    if stored:
+        _stored.append((tracking, {**row, "reported": spec.tracking["report"]}))
     progress.sweep.done += 1
     progress.say(progress.result_line(row))
     log.info("outcome %s", json.dumps(row))

@@ -78,6 +78,7 @@ class Recipe:
     `float32(x) * scale[c] + offset[c]`, one value per channel of images, one for vectors, none for tokens.
     load: gives `train_inputs`, `train_targets` and, where there is a test set, `test_inputs`, `test_targets`; inputs are uint8
     or float32 (n, C, H, W), float32 (n, D) or int32 (n, T); targets int64 or float32 (n, *target_shape).
+    ring: the number of training samples where it follows the batch size, else None; `version` does not tell it.
     """
 
     kind: str
@@ -88,3 +89,4 @@ class Recipe:
     offset: list[float]
     load: Callable[[], Arrays]
     target_shape: tuple[int, ...] = ()
+    ring: int | None = None

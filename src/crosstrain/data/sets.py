@@ -35,7 +35,10 @@ class Split:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set, ready for one network. `shape` is that of one stored sample; `key` changes with the content."""
+    """A data set, ready for one network. `shape` is that of one stored sample.
+
+    `key` changes with the content, but not with the number of batches in a ring of synthetic ones: runs are compared by it.
+    """
 
     name: str
     kind: str
@@ -106,7 +109,7 @@ def prepare(
 
     identity = [config["_target_"], recipe.version, recipe.shape, samples]
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
-    folder, arrays = cache.stored(f"{name}-{key}", recipe.load, report)
+    folder, arrays = cache.stored(f"{name}-{key}" + (f"-{recipe.ring}" if recipe.ring else ""), recipe.load, report)
     train = _split(folder, arrays, "train", target)
     assert train is not None
     if train.count < batch_global:

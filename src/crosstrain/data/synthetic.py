@@ -45,11 +45,12 @@ def synthetic(request: Request) -> Recipe:
         kind=kind,
         shape=shape,
         classes=target.classes,
-        version=f"1 {kind} {shape} {tokens} {target} seed {request.seed} ring {count}",
+        version=f"1 {kind} {shape} {tokens} {target} seed {request.seed}",
         scale=[] if tokens else [1.0] * (shape[0] if kind == "image" else 1),
         offset=[] if tokens else [0.0] * (shape[0] if kind == "image" else 1),
         load=load,
         target_shape=target.shape,
+        ring=count,
     )
 
 

@@ -256,10 +256,33 @@ class Tracker:
             runs = self._search(f"tags.`{key}` = '{value}'", at_most=1)
             return runs[0].info.run_id if runs else None
 
+    def published_of_cell(self, cell_key: str) -> list[TrackedRun]:
+        """The runs of one cell whose numbers were published, newest first."""
+        with self._told():
+            runs = self._search(f"tags.cell_key = '{cell_key}'")
+            return [_tracked(run) for run in runs if run.data.tags.get("outcome") in PUBLISHED and run.info.status == "FINISHED"]
+
     def runs_of_sweep(self, sweep: str) -> list[TrackedRun]:
         """All runs of a sweep that are not deleted, newest first."""
         with self._told():
             return [_tracked(run) for run in self._search(f"tags.sweep = '{sweep}'")]
+
+    def runs(self, query: str = "") -> list[TrackedRun]:
+        """All runs that are not deleted (`query`: in MLflow's language), newest first."""
+        with self._told():
+            return [_tracked(run) for run in self._search(query)]
+
+    def newest_sweep(self) -> str | None:
+        with self._told():
+            runs = self._search("tags.kind = 'run'", at_most=1)
+            return runs[0].data.tags.get("sweep") if runs else None
+
+    def accuracy_over_time(self, run_id: str) -> list[tuple[float, float, float]]:
+        """(epoch, test accuracy, seconds of training until its end, evaluation left out) of each epoch."""
+        with self._told():
+            accuracy = {m.step: m.value for m in self.client.get_metric_history(run_id, "epoch/accuracy")}
+            seconds = {m.step: m.value for m in self.client.get_metric_history(run_id, "epoch/train_s")}
+        return [(step, accuracy[step], seconds[step]) for step in sorted(accuracy) if step in seconds]
 
     def latest_runs(self, number: int) -> list[TrackedRun]:
         with self._told():

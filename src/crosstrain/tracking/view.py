@@ -106,10 +106,7 @@ def _line(key: str) -> dict[str, Any]:
 # -- commands ----------------------------------------------------------------------------------------------------------------
 def add_command(subparsers: Any) -> None:
     """Register `ui` and `list`; each sets `function`, which takes the parsed arguments and returns the exit code."""
-    store = argparse.ArgumentParser(add_help=False)
-    store.add_argument("--uri", help="tracking store (default: $MLFLOW_TRACKING_URI, else mlruns/ of this directory)")
-    store.add_argument("--experiment", help="default: $MLFLOW_EXPERIMENT_NAME, else crosstrain")
-
+    store = store_arguments()
     ui = subparsers.add_parser("ui", parents=[store], help="open the results in MLflow's web page")
     ui.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     ui.add_argument("--port", type=int, default=5000, help="default: %(default)s")
@@ -120,7 +117,16 @@ def add_command(subparsers: Any) -> None:
     last.set_defaults(function=_run_list)
 
 
-def _tracker(arguments: argparse.Namespace) -> Tracker:
+def store_arguments() -> argparse.ArgumentParser:
+    """The options by which every command names the store."""
+    store = argparse.ArgumentParser(add_help=False)
+    store.add_argument("--uri", help="tracking store (default: $MLFLOW_TRACKING_URI, else mlruns/ of this directory)")
+    store.add_argument("--experiment", help="default: $MLFLOW_EXPERIMENT_NAME, else crosstrain")
+    return store
+
+
+def tracker_of(arguments: argparse.Namespace) -> Tracker:
+    """The store that `store_arguments` name."""
     from crosstrain.tracking.store import Tracker
 
     return Tracker(arguments.uri, arguments.experiment, Path.cwd())
@@ -128,7 +134,7 @@ def _tracker(arguments: argparse.Namespace) -> Tracker:
 
 def _run_ui(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(KeyboardInterrupt):
-        tracker = _tracker(arguments)
+        tracker = tracker_of(arguments)
         if not tracker.is_server:
             _check_port(arguments.host, arguments.port)
         tracker.connect()
@@ -213,7 +219,7 @@ def _run_list(arguments: argparse.Namespace) -> int:
 
     if arguments.number < 1:
         raise ConfigError(f"--number {arguments.number}: must be 1 or more")
-    tracker = _tracker(arguments)
+    tracker = tracker_of(arguments)
     tracker.connect()
     table = Table(box=None)
     table.add_column("name", overflow="fold")
