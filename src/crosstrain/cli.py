@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from crosstrain import __version__, environments_command, parity_command
 from crosstrain.errors import ConfigError, CrosstrainError, OutcomeError
+from crosstrain.report import command as report_command
+from crosstrain.report import compare
 from crosstrain.tracking import view
 
 
@@ -20,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = commands.add_parser("plan", help="show what a train.py command would run, start nothing", prefix_chars="\0", add_help=False)
     plan.add_argument("overrides", nargs="*")
     plan.set_defaults(function=_plan)
-    for module in (view, environments_command, parity_command):
+    for module in (view, environments_command, parity_command, report_command, compare):
         module.add_command(commands)
     given = parser.parse_args(arguments)
     if given.command is None:

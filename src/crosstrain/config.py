@@ -21,6 +21,7 @@ Optimizer = StrEnum("Optimizer", ["sgd"])
 Placement = StrEnum("Placement", ["device", "host"])
 Fit = StrEnum("Fit", ["none", "pad", "scale"])
 ReplicasPerRank = StrEnum("ReplicasPerRank", ["one", "all"])
+StartedBy = StrEnum("StartedBy", ["crosstrain", "mpirun"])
 Fault = StrEnum(
     "Fault",
     "none raise nan_loss hang kill segv exit device_oom host_oom silent stderr truncate grandchild no_sync still unsupported drift",
@@ -32,7 +33,8 @@ FaultPhase = StrEnum("FaultPhase", ["import", "build", "first_step", "iteration"
 class FrameworkConfig:
     """One deep-learning framework and how it is asked to work.
 
-    `replicas_per_rank` is no choice but the framework's own way: a process for each replica, or one for all.
+    `replicas_per_rank` is no choice but the framework's own way: a process for each replica, or one for all. Nor is `started_by`: what
+    starts these processes where there are several.
     """
 
     name: str = MISSING
@@ -44,6 +46,7 @@ class FrameworkConfig:
     deterministic: bool = False
     env: dict[str, str] = field(default_factory=dict)
     replicas_per_rank: ReplicasPerRank = ReplicasPerRank.one
+    started_by: StartedBy = StartedBy.crosstrain
 
 
 @dataclass
@@ -114,6 +117,7 @@ class TrackingConfig:
     name: str = MISSING
     uri: str | None = None
     experiment: str | None = None
+    report: bool = True
 
 
 @dataclass

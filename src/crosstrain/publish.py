@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 from functools import cache
@@ -31,7 +32,7 @@ def params(state: State) -> dict[str, str]:
     values = {
         "framework": framework["name"],
         "framework_version": _framework_version(state),
-        "network": spec.network.name,
+        "network": f"{spec.network.name} {spec.variant}".strip(),
         "data": spec.data["name"],
         "data_placement": ready.data_set.placement if ready else spec.data["placement"] or "",
         "task": spec.task,
@@ -138,7 +139,8 @@ def _parity(state: State) -> str:
         return certificates.NOT_PROVEN
     framework, version = state.spec.framework, _framework_version(state)
     # The ladder is climbed in fp32; other precisions compute the same network with other rounding.
-    return certificates.tag(certificates.find(framework, version, state.spec.network, "fp32", state.ready.place.kind))
+    kind, parallelism = state.ready.place.kind, state.spec.parallelism
+    return certificates.tag(certificates.find(framework, version, state.spec.network, "fp32", kind, parallelism))
 
 
 def series(state: State) -> dict[str, Series]:
@@ -166,7 +168,7 @@ def series(state: State) -> dict[str, Series]:
 
 
 def _epochs(result: measured.Measured, language_model: bool) -> dict[str, Series]:
-    """epoch/loss (training), epoch/accuracy, epoch/test_loss and epoch/perplexity (test set), step = epoch from 1."""
+    """epoch/loss (training), epoch/accuracy, epoch/test_loss and epoch/perplexity (test set), epoch/train_s; step = epoch from 1."""
     made = {}
     ends = {}
     trained = result.rows[result.rows["phase"] == TRAIN]
@@ -175,6 +177,8 @@ def _epochs(result: measured.Measured, language_model: bool) -> dict[str, Series
         ends[epoch["epoch"]] = 1000 * (own["start"][-1] + own["duration"][-1] + result.unix_minus_clock)
     sources = {"epoch/loss": "loss", "epoch/accuracy": "test_accuracy", "epoch/test_loss": "test_loss"}
     columns = {key: [epoch.get(source) for epoch in result.epochs] for key, source in sources.items()}
+    # training alone, since its beginning: what accuracy over time is drawn against
+    columns["epoch/train_s"] = list(itertools.accumulate(epoch["train_s"] for epoch in result.epochs))
     if language_model:
         columns["epoch/perplexity"] = [measured.perplexity(epoch) for epoch in result.epochs]
     for key, values in columns.items():
@@ -198,6 +202,7 @@ def artifacts(state: State) -> list[tuple[Path, str]]:
 
         files.append((plot.iterations(state.measured, state.spec, folder / "iterations.png"), ""))
     logs = [folder / "train.log", *sorted(folder.glob("worker.*.out")), *sorted(folder.glob("worker.*.err"))]
+    logs += sorted(folder.glob("launcher.*"))
     logs += sorted(folder.glob("events.*.jsonl")) + sorted(folder.glob("result.*.json"))
     files += [(_shortened(path), "logs") for path in logs if path.is_file() and path.stat().st_size]
     return [(path, to) for path, to in files if path.is_file()]

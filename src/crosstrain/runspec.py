@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from crosstrain import config as schema
 from crosstrain import data as data_sets
-from crosstrain import hydra_errors, networks, paths
+from crosstrain import hydra_errors, locks, networks, paths
 from crosstrain.errors import ConfigError
 from crosstrain.networks.spec import Spec
 
@@ -29,6 +29,7 @@ class RunSpec:
 
     framework: dict[str, Any]
     network: Spec
+    variant: str  # "" or the network's arguments that are not those of its yaml: `stage=ae1`
     data: dict[str, Any]
     device: str  # auto | cpu | gpu
     oversubscribe: bool
@@ -57,6 +58,11 @@ class RunSpec:
     def copies(self) -> int:
         """Replicas asked for: one per GPU, or `replicas` on the CPU."""
         return self.gpus or self.replicas or 1
+
+    @property
+    def environment(self) -> str:
+        """The framework's environment that it needs, by the name of its lock: torch, torch-horovod."""
+        return self.framework["name"] + (locks.HOROVOD if self.parallelism == "horovod" else "")
 
     @property
     def batch_per_replica(self) -> int:
@@ -168,6 +174,7 @@ def from_config(config: DictConfig) -> RunSpec:
     spec = RunSpec(
         framework=plain["framework"],
         network=network,
+        variant=_variant(plain["network"]),
         data=data,
         device=plain["device"]["name"],
         oversubscribe=plain["device"]["oversubscribe"],
@@ -218,6 +225,14 @@ def _check_recommended(network: DictConfig) -> None:
             raise ConfigError(f"{where}={value}: must be {allowed}")
 
 
+def _variant(network: Mapping[str, Any]) -> str:
+    usual = _plain(_load("network", network["name"], {}))
+    changed = {key: value for key, value in network.items() if key not in NO_ARGUMENTS and usual.get(key, value) != value}
+    return " ".join(f"{key}={value}" for key, value in changed.items())
+
+
+#: keys of a network's config that its function does not take
+NO_ARGUMENTS = ("name", "_target_", "ladder", "recommended")
 RECOMMENDED = ["batch_size", "data", "epochs", "optimizer", "learning_rate", "momentum", "weight_decay", "clip_norm"]
 #: keys of the configuration that a RunSpec takes as they are
 COPIED = ["task", "gpus", "replicas", "threads", "scaling", "precision", "seed", "repeat", "target_accuracy", "timeout_s",
@@ -238,13 +253,16 @@ def _plain(config: Any) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def _load(group: str, name: str) -> DictConfig:
+def _load(group: str, name: str, otherwise: dict[str, Any] | None = None) -> DictConfig:
+    """An option of a group as its yaml has it; `otherwise` where there is none, without it ConfigError."""
     for folder in config_dirs or [paths.conf_dir()]:
         path = folder / group / f"{name}.yaml"
         if path.is_file():
             loaded = OmegaConf.load(path)
             assert isinstance(loaded, DictConfig)
             return loaded
+    if otherwise is not None:
+        return OmegaConf.create(otherwise)
     names = [path.stem for folder in config_dirs for path in (folder / group).glob("*.yaml")]
     raise ConfigError(f"network.recommended.{group}={name}: unknown; {hydra_errors.closest(name, names)}")
 

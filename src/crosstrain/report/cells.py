@@ -1,0 +1,91 @@
+"""From the runs of the store to cells: one for each choice, its repeats together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from crosstrain.tracking.store import PUBLISHED, TrackedRun
+
+#: what a cell is: everything a user can choose except the repeat and the seed
+IDENTITY = (
+    "framework", "framework_version", "network", "data", "data_placement", "task", "device", "device_name", "gpus", "replicas",
+    "parallelism", "scaling", "batch_global", "batch_per_replica", "precision", "compile", "memory_format", "threads", "epochs",
+    "optimizer", "learning_rate", "momentum", "weight_decay", "target_accuracy",
+)  # fmt: skip
+WHOLE = ("gpus", "replicas", "batch_global", "batch_per_replica", "threads", "epochs")
+
+
+@dataclass
+class Cell:
+    """One choice. `facts`: its params, whole numbers as int (None where unknown); `runs`: its repeats, oldest first."""
+
+    facts: dict[str, Any]
+    runs: list[TrackedRun] = field(default_factory=list)
+
+    @property
+    def published(self) -> list[TrackedRun]:
+        """The repeats that have numbers."""
+        return [run for run in self.runs if run.tags.get("outcome") in PUBLISHED and "step_ms" in run.metrics]
+
+    @property
+    def outcome(self) -> str:
+        """ok only where every repeat is; else that of the last one that is not."""
+        others = [outcome for run in self.runs if (outcome := run.tags.get("outcome") or run.status.lower()) != "ok"]
+        return others[-1] if others else "ok"
+
+    @property
+    def reason(self) -> str:
+        return next((run.tags.get("outcome_reason", "") for run in reversed(self.runs) if run.tags.get("outcome") != "ok"), "")
+
+    def values(self, metric: str) -> list[float]:
+        """Of each repeat that has it."""
+        return [run.metrics[metric] for run in self.published if metric in run.metrics]
+
+    def value(self, metric: str) -> float | None:
+        """The median over the repeats."""
+        values = self.values(metric)
+        return median(values) if values else None
+
+    @property
+    def place(self) -> str:
+        """`2 GPUs`, `4 threads`, `2 x 1 thread`."""
+        gpus, replicas, threads = (self.facts.get(key) for key in ("gpus", "replicas", "threads"))
+        if gpus:
+            return f"{gpus} GPU" + "s" * (gpus > 1)
+        words = f"{threads} thread" + "s" * (threads != 1) if threads else "CPU"
+        return f"{replicas} x {words}" if (replicas or 1) > 1 else words
+
+    @property
+    def place_order(self) -> tuple[int, int, int]:
+        gpus, replicas, threads = (self.facts.get(key) or 0 for key in ("gpus", "replicas", "threads"))
+        return gpus, replicas, threads
+
+
+def cells_of(runs: Iterable[TrackedRun]) -> list[Cell]:
+    """The cells, in the order in which they were first run. Report runs are left out."""
+    found: dict[tuple[Any, ...], Cell] = {}
+    for run in sorted(runs, key=lambda run: run.start_ms):
+        if run.tags.get("kind") == "report":
+            continue
+        facts = {key: _fact(key, run.params.get(key, "")) for key in IDENTITY}
+        found.setdefault(tuple(facts.values()), Cell(facts)).runs.append(run)
+    return list(found.values())
+
+
+def _fact(key: str, text: str) -> Any:
+    if key not in WHOLE:
+        return text
+    return int(text) if text.isdigit() else None
+
+
+def varying(cells: Sequence[Cell], keys: Iterable[str]) -> list[str]:
+    """Those of `keys` in which cells of the same framework differ: what a row has to name beside the framework."""
+    known: dict[tuple[str, str], set[Any]] = {}
+    keys = list(keys)
+    for cell in cells:
+        for key in keys:
+            known.setdefault((cell.facts["framework"], key), set()).add(cell.facts[key])
+    return [key for key in keys if any(len(known[name, k]) > 1 for name, k in known if k == key)]

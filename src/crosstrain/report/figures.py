@@ -1,0 +1,237 @@
+"""The figures of a report. Colours: Okabe and Ito's palette (2008), which colour-blind readers tell apart; markers differ as well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from crosstrain.report.cells import Cell
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+STYLES = ("-", "--", ":", "-.")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+MARKERS = "osD^vP*X"
+#: (framework, network) → [(epoch, accuracy, seconds of training)]
+Curves = Mapping[tuple[str, str], Sequence[tuple[float, float, float]]]
+
+
+def figures_of(cells: Sequence[Cell], curves: Curves) -> dict[str, Figure]:
+    """Every figure that the cells fill, by file name. `curves`: accuracy over epochs and time."""
+    trained = [cell for cell in cells if cell.published]
+    frameworks = sorted({cell.facts["framework"] for cell in trained})
+    look = {
+        name: {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 5}
+        for i, name in enumerate(frameworks)
+    }
+    made = {
+        "time_by_batch": _by_batch(trained, look),
+        "speedup": _speedup(trained, look),
+        "accuracy": _accuracy(curves, look),
+        "distribution": _distribution(trained, look),
+        "memory": _memory(trained, look),
+        "forward_and_gradient": _forward_and_gradient(trained, look),
+    }
+    return {name: figure for name, figure in made.items() if figure is not None}
+
+
+def _grid(titles: Sequence[str], height: float = 2.9) -> tuple[Figure, list[Axes]]:
+    """A figure with one panel for each title, three in a row."""
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(titles))
+    lines = -(-len(titles) // columns)
+    figure = Figure(figsize=(max(4.2, 3.6 * columns), height * lines + 0.5), dpi=110, layout="constrained")
+    axes = np.atleast_1d(figure.subplots(lines, columns)).ravel()
+    for axis, title in zip(axes, titles, strict=False):
+        axis.set_title(title, fontsize=9)
+        axis.grid(alpha=0.25)
+        axis.tick_params(labelsize=8)
+    for axis in axes[len(titles) :]:
+        axis.set_visible(False)
+    return figure, list(axes[: len(titles)])
+
+
+def _label(cell: Cell) -> str:
+    return f"{cell.facts['framework']}, {cell.place}"
+
+
+def _lines(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """Cells of one line: the same framework, place and settings."""
+    lines: dict[str, list[Cell]] = {}
+    keys = ("precision", "compile", "memory_format", "parallelism", "framework_version")
+    more = [key for key in keys if _splits(cells, key)]
+    for cell in cells:
+        lines.setdefault(" ".join([_label(cell), *(str(cell.facts[key]) for key in more)]), []).append(cell)
+    return lines
+
+
+def _splits(cells: Sequence[Cell], key: str) -> bool:
+    known: dict[str, set[Any]] = {}
+    for cell in cells:
+        known.setdefault(cell.facts["framework"], set()).add(cell.facts[key])
+    return any(len(values) > 1 for values in known.values())
+
+
+def _by_batch(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figure | None:
+    """Time per iteration over the batch size, a panel for each network and task."""
+    panels: dict[str, list[Cell]] = {}
+    for cell in cells:
+        panels.setdefault(_panel(cell), []).append(cell)
+    panels = {title: own for title, own in panels.items() if any(len(_batches(line)) > 1 for line in _lines(own).values())}
+    if not panels:
+        return None
+    figure, axes = _grid(list(panels))
+    for axis, own in zip(axes, panels.values(), strict=True):
+        of_framework: dict[str, int] = {}
+        for label, line in sorted(_lines(own).items()):
+            name = line[0].facts["framework"]
+            style = STYLES[of_framework.setdefault(name, 0) % len(STYLES)]
+            of_framework[name] += 1
+            line.sort(key=lambda cell: cell.facts["batch_global"] or 0)
+            y = [cell.value("step_ms") or 0.0 for cell in line]
+            axis.plot(_batches(line), y, style, label=label, linewidth=1.2, **look[name])
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            formatter("{x:g}")
+        axis.tick_params(which="minor", labelsize=7)
+        axis.set_xlabel("batch size", fontsize=8)
+        axis.set_ylabel("ms per iteration", fontsize=8)
+        ticks = sorted({b for cell in own for b in [cell.facts["batch_global"]] if b})
+        axis.set_xticks(ticks, [str(t) for t in ticks])
+        axis.legend(fontsize=7)
+    return figure
+
+
+def _panel(cell: Cell) -> str:
+    task = cell.facts["task"]
+    return cell.facts["network"] + (f", {task}" if task != "training" else "")
+
+
+def _batches(line: Sequence[Cell]) -> list[int]:
+    return [cell.facts["batch_global"] or 0 for cell in line]
+
+
+def _speedup(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figure | None:
+    """Speed-up over devices, with the ideal line, a panel for each network."""
+    scaled = [cell for cell in cells if cell.value("speedup") is not None]
+    networks = sorted({_panel(cell) for cell in scaled if (cell.facts["replicas"] or 1) > 1})
+    if not networks:
+        return None
+    figure, axes = _grid(networks)
+    for axis, network in zip(axes, networks, strict=True):
+        own = [cell for cell in scaled if _panel(cell) == network]
+        most = max(cell.facts["replicas"] or 1 for cell in own)
+        axis.plot([1, most], [1, most], "--", color="0.6", linewidth=1, label="ideal")
+        lines: dict[tuple[str, str, str, int], list[Cell]] = {}
+        for cell in own:
+            if (cell.facts["replicas"] or 1) > 1:
+                batch = cell.facts["batch_per_replica" if cell.facts["scaling"] == "weak" else "batch_global"] or 0
+                lines.setdefault((cell.facts["framework"], cell.facts["parallelism"], cell.facts["scaling"], batch), []).append(cell)
+        batches = {batch for _, _, _, batch in lines}
+        for (name, way, kind, batch), line in sorted(lines.items()):
+            # one device has the speed-up 1
+            points = {1: 1.0} | {cell.facts["replicas"] or 1: cell.value("speedup") or 0.0 for cell in line}
+            more = [way] * (way != "native") + [kind] * (kind == "weak") + [f"batch {batch}"] * (len(batches) > 1)
+            x = sorted(points)
+            style = STYLES[(sorted(batches).index(batch) + 2 * (way != "native")) % len(STYLES)]
+            axis.plot(x, [points[n] for n in x], style, label=" ".join([name, *more]), linewidth=1.2, **look[name])
+        axis.set_xticks(range(1, most + 1) if most <= 8 else sorted({cell.facts["replicas"] or 1 for cell in own}))
+        axis.set_xlabel("devices", fontsize=8)
+        axis.set_ylabel("speed-up", fontsize=8)
+        axis.set_ylim(bottom=0)
+        axis.legend(fontsize=7)
+    return figure
+
+
+def _accuracy(curves: Curves, look: Mapping[str, dict[str, Any]]) -> Figure | None:
+    """Test accuracy over training time and over epochs, two panels for each network."""
+    networks = sorted({network for _, network in curves})
+    if not networks:
+        return None
+    figure, axes = _grid([f"{network} over {what}" for network in networks for what in ("time", "epochs")])
+    for index, network in enumerate(networks):
+        by_time, by_epoch = axes[2 * index : 2 * index + 2]
+        for (name, own), points in sorted(curves.items()):
+            if own != network:
+                continue
+            epochs, accuracy, seconds = zip(*points, strict=True)
+            style = look.get(name.split(",")[0], {"color": "black"})
+            by_time.plot(seconds, [100 * a for a in accuracy], label=name, linewidth=1.2, **style)
+            by_epoch.plot(epochs, [100 * a for a in accuracy], label=name, linewidth=1.2, **style)
+        by_time.set_xlabel("seconds of training", fontsize=8)
+        by_epoch.set_xlabel("epoch", fontsize=8)
+        for axis in (by_time, by_epoch):
+            axis.set_ylabel("test accuracy, %", fontsize=8)
+            axis.legend(fontsize=7)
+    return figure
+
+
+def _distribution(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figure | None:
+    """Time of single iterations: median, the middle 90 % and the 99 % of each cell, in units of its median."""
+    known = [cell for cell in cells if cell.value("step_ms_p5") is not None and cell.value("step_sync_ms")][:40]
+    if not known:
+        return None
+    figure, (axis,) = _grid([""], height=0.26 * len(known) + 0.9)
+    figure.set_figwidth(8)
+    axis.set_title("single iterations: 5 % to 95 % (thick), to 99 % (thin), in units of the cell's median", fontsize=9)
+    labels = []
+    for row, cell in enumerate(reversed(known)):
+        middle = cell.value("step_sync_ms") or 1.0
+        low, high, most = ((cell.value(f"step_ms_p{p}") or middle) / middle for p in (5, 95, 99))
+        colour = look[cell.facts["framework"]]["color"]
+        axis.plot([low, high], [row, row], color=colour, linewidth=5, solid_capstyle="butt")
+        axis.plot([high, most], [row, row], color=colour, linewidth=1)
+        axis.plot([1], [row], "|", color="white", markersize=8)
+        labels.append(f"{_panel(cell)} {_label(cell)}, batch {cell.facts['batch_global']}")
+    axis.set_yticks(range(len(labels)), labels, fontsize=7)
+    axis.set_xlabel("time / median", fontsize=8)
+    return figure
+
+
+def _memory(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figure | None:
+    return _bars(cells, look, "device_memory_mb", "memory on the device, MB", "memory: GPUs: rise on the device; CPU: resident memory")
+
+
+def _bars(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]], metric: str, words: str, title: str) -> Figure | None:
+    known = [cell for cell in cells if cell.value(metric)][:40]
+    if not known:
+        return None
+    figure, (axis,) = _grid([""], height=0.26 * len(known) + 0.9)
+    figure.set_figwidth(8)
+    axis.set_title(title, fontsize=9)
+    rows = list(reversed(known))
+    axis.barh(range(len(rows)), [cell.value(metric) or 0 for cell in rows], color=[look[cell.facts["framework"]]["color"] for cell in rows])
+    labels = [f"{_panel(cell)} {_label(cell)}, batch {cell.facts['batch_global']}" for cell in rows]
+    axis.set_yticks(range(len(rows)), labels, fontsize=7)
+    axis.set_xlabel(words, fontsize=8)
+    return figure
+
+
+def _forward_and_gradient(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figure | None:
+    """The time of a forward pass and of the gradients (which holds a forward pass), side by side, a panel for each network."""
+    pairs: dict[str, dict[str, dict[str, float]]] = {}
+    for cell in cells:
+        name = f"{_label(cell)}, batch {cell.facts['batch_global']}"
+        pairs.setdefault(cell.facts["network"], {}).setdefault(name, {})[cell.facts["task"]] = cell.value("step_ms") or 0.0
+    pairs = {network: {k: v for k, v in own.items() if {"forward", "gradient"} <= set(v)} for network, own in pairs.items()}
+    pairs = {network: own for network, own in pairs.items() if own}
+    if not pairs:
+        return None
+    most = max(len(own) for own in pairs.values())
+    figure, axes = _grid(list(pairs), height=0.35 * most + 1.2)
+    for axis, own in zip(axes, pairs.values(), strict=True):
+        names = list(reversed(own))
+        for offset, task, alpha in ((0.2, "forward", 0.55), (-0.2, "gradient", 1.0)):
+            colours = [look[name.split(",")[0]]["color"] for name in names]
+            bars = axis.barh([y + offset for y in range(len(names))], [own[n][task] for n in names], 0.38, color=colours, alpha=alpha)
+            axis.bar_label(bars, [f" {task}"] * len(names), fontsize=6)
+        axis.set_yticks(range(len(names)), names, fontsize=7)
+        axis.margins(x=0.2)
+        axis.set_xlabel("ms", fontsize=8)
+    return figure

@@ -1,0 +1,54 @@
+"""Numbers that the three studies, or independent re-runs of them, have published: with their hardware and source (published.csv)."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+from crosstrain.progress import number
+from crosstrain.report.cells import Cell
+from crosstrain.report.tables import Entry, Table
+
+FILE = Path(__file__).with_name("published.csv")
+NONE = "no published number on file"
+
+
+def read() -> list[dict[str, str]]:
+    """Rows of published.csv; step_ms in milliseconds per iteration."""
+    with open(FILE, encoding="utf-8", newline="") as source:
+        return list(csv.DictReader(source))
+
+
+def table_of(cells: Sequence[Cell], study: str) -> Table:
+    """Ours beside theirs, for each cell of a study's sweep: network, task and batch size must be the same, the framework by its name.
+
+    A number of other frameworks on the same network is a row, too: half of them can not be run any more.
+    """
+    rows: list[tuple[list[str], list[Entry]]] = []
+    groups: dict[tuple[str, str, int], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.facts["network"], cell.facts["task"], cell.facts["batch_global"] or 0), []).append(cell)
+    for (network, task, batch), ours in groups.items():
+        known = [row for row in read() if _is(row, study, network, task, batch)]
+        names = [network, task, str(batch)]
+        for cell in ours:
+            value = cell.value("step_ms")
+            text = number(value) if value is not None else cell.outcome
+            where = f"{cell.facts['device_name'] or cell.facts['device']}, {cell.place}"
+            own = [row for row in known if row["framework"].split(" ")[0] in (cell.facts["framework"], cell.facts["framework"] + "7")]
+            theirs = "; ".join(f"{row['step_ms']} ({row['hardware']})" for row in own) or NONE
+            rows.append(([*names, cell.facts["framework"]], [Entry(text), Entry(where), Entry(theirs)]))
+        ran = {cell.facts["framework"] for cell in ours} | {f"{cell.facts['framework']}7" for cell in ours}
+        for row in known:
+            if row["framework"].split(" ")[0] not in ran:
+                theirs = f"{row['step_ms']} ({row['hardware']})"
+                rows.append(([*names, row["framework"]], [Entry(""), Entry("not run here"), Entry(theirs)]))
+    notes = [f"source: {source}" for source in sorted({row["source"] for row in read() if row["study"] == study.split("_")[0]})]
+    heads, columns = ["network", "task", "batch", "framework"], ["ours, ms", "on", "published, ms"]
+    return Table("Published numbers beside ours", heads, columns, rows, notes)
+
+
+def _is(row: dict[str, str], study: str, network: str, task: str, batch: int) -> bool:
+    wanted = (study.split("_")[0], network, task, str(batch))
+    return (row["study"], row["network"], row["task"], row["batch_global"]) == wanted

@@ -1,0 +1,178 @@
+"""The report of a sweep: its tables, figures, formats, the run in the store; through the front door and from a made-up store."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import QUICK, Train, store
+from crosstrain import cli
+from crosstrain.report import build, formats, published, tables
+from crosstrain.report.cells import cells_of
+from crosstrain.tracking import Tracker
+from stores import new_store, put
+
+
+def crosstrain(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "crosstrain.cli", *arguments], cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Tracker:
+    """Sweeps `repeats`, `scaled`, `batches`, `tasks` and `trained`."""
+    tracker = new_store(tmp_path_factory.mktemp("filled"))
+    for repeat in range(1, 6):
+        put(tracker, "repeats", 10.0 + 0.01 * repeat, repeat=repeat, framework="torch")
+        put(tracker, "repeats", 10.0 + 0.011 * repeat, repeat=repeat, framework="mxnet")
+        put(tracker, "repeats", 20.0 + 0.01 * repeat, repeat=repeat, framework="jax")
+    put(tracker, "repeats", 5.0, "contaminated", "others used 30 % of the leased CPUs", framework="fake")
+    put(tracker, "repeats", None, "unsupported", "caffe has no attention", framework="caffe")
+    for replicas, step_ms in ((1, 40.0), (2, 25.0), (4, 20.0)):
+        speedup = 40 / step_ms
+        put(tracker, "scaled", step_ms, replicas=replicas, metrics={"speedup": speedup, "efficiency": speedup / replicas})
+    for framework, factor in (("torch", 1.0), ("mxnet", 1.5)):
+        for batch in (8, 16, 32):
+            put(tracker, "batches", factor * batch, framework=framework, batch_global=batch, batch_per_replica=batch, network="vgg_a")
+    for task, step_ms in (("forward", 3.0), ("gradient", 9.0)):
+        put(tracker, "tasks", step_ms, task=task, batch_global=64, study="bahrampour2016_lenet")
+    put(tracker, "trained", 10.0, epochs=3, accuracies=[0.5, 0.7, 0.9])
+    return tracker
+
+
+def report_of(tracker: Tracker, sweep: str) -> build.Report:
+    return build.of_runs(f"Sweep {sweep}", tracker.runs_of_sweep(sweep), tracker)
+
+
+def rows_of(table: tables.Table) -> dict[str, list[tuple[str, bool]]]:
+    """By the framework's name."""
+    return {names[-1]: [(entry.text, entry.best) for entry in entries] for names, entries in table.rows}
+
+
+def test_repeats_are_one_cell_and_what_is_not_separated_is_best_together(filled: Tracker) -> None:
+    table = report_of(filled, "repeats").tables[0]
+    assert table.columns == ["1 thread"]
+    found = rows_of(table)
+    assert found["torch"] == [("10.03", True)] and found["mxnet"] == [("10.03", True)]
+    assert found["jax"] == [("20.03", False)]
+    assert found["fake"] == [("5 (contaminated)", False)], "flagged is never best"
+    assert found["caffe"] == [("unsupported", False)]
+    assert any("no difference shown between" in note and "torch" in note and "mxnet" in note for note in table.notes)
+    assert any("others used 30 %" in note for note in table.notes)
+
+
+def test_without_enough_repeats_bold_is_said_to_be_untested(filled: Tracker) -> None:
+    table = report_of(filled, "batches").tables[0]
+    assert table.columns == ["batch 8", "batch 16", "batch 32"]
+    assert rows_of(table) == {"torch": [("8", True), ("16", True), ("32", True)], "mxnet": [("12", False), ("24", False), ("48", False)]}
+    assert any("not tested" in note for note in table.notes)
+
+
+def test_places_are_columns_and_scaling_has_its_tables_and_figure(filled: Tracker) -> None:
+    report = report_of(filled, "scaled")
+    titles = {table.title.partition(": ")[2]: table for table in report.tables}
+    efficiency = titles["efficiency (speed-up / devices)"]
+    assert efficiency.columns == ["1 thread", "2 x 1 thread", "4 x 1 thread"]
+    assert [text for text, _ in rows_of(efficiency)["torch"]] == ["100 %", "80 %", "50 %"]
+    assert "speedup" in report.figures
+    lines = {line.get_label(): line.get_xydata().tolist() for line in report.figures["speedup"].axes[0].get_lines()}
+    assert lines["ideal"] == [[1, 1], [4, 4]] and lines["torch"] == [[1, 1], [2, 1.6], [4, 2]]
+
+
+def test_each_figure_appears_where_there_is_something_to_show(filled: Tracker) -> None:
+    shown = {sweep: set(report_of(filled, sweep).figures) - {"distribution", "memory"}
+             for sweep in ("repeats", "scaled", "batches", "tasks", "trained")}  # fmt: skip
+    assert shown == {"repeats": set(), "scaled": {"speedup"}, "batches": {"time_by_batch"}, "tasks": {"forward_and_gradient"},
+                     "trained": {"accuracy"}}  # fmt: skip
+
+
+def test_accuracy_is_drawn_over_training_time_and_epochs(filled: Tracker) -> None:
+    time, epochs = report_of(filled, "trained").figures["accuracy"].axes
+    assert time.get_lines()[0].get_xydata().tolist() == [[2, 50], [4, 70], [6, 90]]
+    assert epochs.get_lines()[0].get_xydata().tolist() == [[1, 50], [2, 70], [3, 90]]
+
+
+def test_published_numbers_stand_beside_ours(filled: Tracker) -> None:
+    table = report_of(filled, "tasks").tables[-1]
+    found = {(names[1], names[3]): [entry.text for entry in entries] for names, entries in table.rows}
+    assert found["forward", "torch"] == ["3", "some CPU, 1 thread", "0.5 (Tesla M40, cuDNN 4)"]
+    assert found["gradient", "theano"] == ["", "not run here", "1.6 (Tesla M40, cuDNN 4)"]
+    assert any("DL-Benchmarks" in note for note in table.notes)
+    other = published.table_of(cells_of(filled.runs_of_sweep("trained")), "bahrampour2016_lenet")
+    assert other.rows[0][1][2].text == published.NONE, "training with the update is not what the study has measured"
+
+
+def test_the_file_of_published_numbers_is_whole() -> None:
+    rows = published.read()
+    assert len(rows) == 178 and all(float(row["step_ms"]) > 0 and row["hardware"] and row["source"] for row in rows)
+    assert len({tuple(row.values()) for row in rows}) == len(rows)
+    one = next(row for row in rows if (row["network"], row["framework"], row["batch_global"]) == ("vgg_a", "tensorflow", "128"))
+    assert one["step_ms"] == "899.86"
+
+
+def test_formats_say_the_same(filled: Tracker) -> None:
+    table = report_of(filled, "repeats").tables[0]
+    read = list(csv.reader(io.StringIO(formats.as_csv(table))))
+    assert read[0] == ["network", "batch", "framework", "1 thread"] and ["lenet", "64", "caffe", "unsupported"] in read
+    assert "| lenet | 64 | torch | **10.03** |" in formats.markdown(table)
+    assert r"lenet & 64 & torch & \textbf{10.03} \\" in formats.latex(table)
+    assert '<td class="best">10.03</td>' in formats.as_html(table)
+    strange = tables.Table("50 % & a_b", ["n"], ["{x}"], [(["<b>|"], [tables.Entry("1 % #")])])
+    assert r"\caption{50 \% \& a\_b}" in formats.latex(strange) and r"\{x\}" in formats.latex(strange)
+    assert "&lt;b&gt;|" in formats.as_html(strange) and "<b>\\|" in formats.markdown(strange)
+
+
+def test_the_page_needs_no_other_file_and_names_what_failed(filled: Tracker, tmp_path: Path) -> None:
+    files = build.write(report_of(filled, "repeats"), tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "data:image/png;base64," in page and not re.search(r"(src|href)=[\"'](?!data:)", page)
+    text = (tmp_path / "report.md").read_text()
+    assert "caffe, 1 thread: unsupported: caffe has no attention" in text and "caffe has no attention" in page
+    assert {path.suffix for path in files} == {".md", ".html", ".csv", ".tex", ".png", ".svg"}
+    assert all(path.stat().st_size for path in files)
+    for name in re.findall(r"\]\((.*?)\)", text):
+        assert (tmp_path / name).is_file()
+
+
+def test_a_network_s_stage_is_a_network_of_its_own(train: Train) -> None:
+    result = train("-m", "framework=fake", "framework.step_ms=1", "network=autoencoder_small", "network.stage=ae1,finetune", *QUICK)
+    assert [run.data.params["network"] for run in result.runs] == ["autoencoder_small stage=ae1", "autoencoder_small"]
+
+
+def test_a_sweep_ends_with_its_report_and_the_command_makes_it_again(train: Train, tmp_path: Path) -> None:
+    sweep = ["-m", "framework=fake", "framework.step_ms=1", "data=synthetic", "batch_size=16,32", *QUICK, "tracking.report=true"]
+    result = train(*sweep)
+    assert result.code == 0, result
+    (page,) = tmp_path.glob("outputs/*/*-sweep-*/report/report.html")
+    assert f"report: {page}" in result.out
+    client = store(tmp_path)
+    (report,) = client.search_runs([e.experiment_id for e in client.search_experiments()], "tags.kind = 'report'")
+    assert (report.info.status, report.data.tags["sweep"]) == ("FINISHED", page.parents[1].name)
+    names = {item.path for item in client.list_artifacts(report.info.run_id)}
+    assert {"report.md", "report.html", "tables", "time_by_batch.png"} <= names
+    again = crosstrain("report", "--no-upload", "--to", "again", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "again" / "table01.csv").read_text() == (page.parent / "table01.csv").read_text()
+    assert crosstrain("list", cwd=tmp_path).returncode == 0
+
+
+WRONG: dict[str, Any] = {
+    "report no-such-sweep": "no-such-sweep: there are no runs",
+    "report --study=none": "none: there are no runs",
+    "report --no-upload": "--no-upload: without --to DIR nothing would be kept",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_nothing_to_report_is_one_line(
+    line: str, filled: Tracker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(filled.uri.removeprefix("sqlite:///")).parents[1])
+    code, (out, err) = cli.main(line.split(" ")), capsys.readouterr()
+    assert (code, out) == (2, "") and err.startswith(f"error: {WRONG[line]}") and err.count("\n") == 1
