@@ -6,4 +6,5 @@ from pathlib import Path
 from crosstrain.app import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], config_dir=Path(__file__).resolve().parent / "conf"))
+    conf = Path(__file__).resolve().parent / "conf"  # in a bundle it is not here: then the one inside the package is taken
+    sys.exit(main(sys.argv[1:], config_dir=conf if conf.is_dir() else None))

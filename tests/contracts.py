@@ -45,7 +45,7 @@ def settings(name: str, **changes: Any) -> dict[str, Any]:
     """run.json's `framework`, as conf/framework/<name>.yaml has it."""
     given = yaml.safe_load((paths.conf_dir() / "framework" / f"{name}.yaml").read_text())
     usual = {"version": None, "compile": "off", "memory_format": "contiguous", "autotune": False, "deterministic": False}
-    usual["replicas_per_rank"] = "one"
+    usual |= {"replicas_per_rank": "one", "started_by": "crosstrain"}
     return {"name": name, **usual, **{key: given[key] for key in usual if key in given}, **changes}
 
 

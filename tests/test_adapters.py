@@ -23,6 +23,7 @@ from crosstrain_worker.frameworks.on_torch import has_code
 HERE = Path(__file__).parent
 FRAMEWORKS = contracts.NAMES
 STEPS = 5
+BATCH = 6
 IMAGE, VECTOR, TOKENS = image(2, 6, 5), vector(4), tokens(5)
 LRN_OF_8 = {"size": 5, "alpha": 1.0, "beta": 0.75, "k": 1.0}
 Ops = list[tuple[str, dict[str, Any]]]
@@ -171,7 +172,7 @@ def arrays_of(spec: Spec) -> dict[str, np.ndarray[Any, Any]]:
     return {name: np.abs(a) + np.float32(0.5) if name.endswith("running_var") else a for name, a in arrays.items()}
 
 
-def batch_of(spec: Spec, n: int = 6) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
+def batch_of(spec: Spec, n: int = BATCH) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
     random = np.random.RandomState(1)
     shape = (n, *spec.input["shape"])
     if spec.input["kind"] == "tokens":
@@ -189,7 +190,8 @@ def run_of(name: str, spec: Spec, **changes: Any) -> dict[str, Any]:
     optimizer = {"name": "sgd", "learning_rate": 0.05, "momentum": 0.9, "weight_decay": 0.01, "clip_norm": 0.5}
     settings = contracts.settings(name, **changes.pop("framework", {}))
     run = {"network": spec.to_json(), "framework": settings, "optimizer": optimizer, "task": "training", "precision": "fp32"}
-    return {**run, "device": "cpu", "gpus": [], "threads": 1, "replicas": 1, "world_size": 1, "seed": 0, **changes}
+    run |= {"device": "cpu", "gpus": [], "threads": 1, "replicas": 1, "world_size": 1, "batch_global": BATCH, "batch_per_replica": BATCH}
+    return {**run, "seed": 0, **changes}
 
 
 @dataclass

@@ -303,7 +303,7 @@ def test_groups_and_root_keys() -> None:
 
 
 def test_every_framework_has_the_same_keys() -> None:
-    keys = ["name", "python", "version", "compile", "memory_format", "autotune", "deterministic", "env", "replicas_per_rank"]
+    keys = ["name", "python", "version", "compile", "memory_format", "autotune", "deterministic", "env", "replicas_per_rank", "started_by"]
     for group, option in OPTIONS:
         if group == "framework":
             extra = ["step_ms", "fault", "fault_phase", "fault_rank", "fault_iteration"] if option.startswith("fake") else []

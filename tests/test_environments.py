@@ -45,9 +45,9 @@ def write_wheel(folder: Path, name: str, version: str, requires: tuple[str, ...]
     return wheel
 
 
-def write_slow_source(folder: Path, state: Path) -> None:
+def write_slow_source(folder: Path, state: Path, wheel: Path | None = None) -> None:
     """A source package `slow` 1.0.0 whose build writes its process id into state/pids and ends once state/open exists."""
-    wheel = write_wheel(state, "slow", "1.0.0")
+    wheel = wheel or write_wheel(state, "slow", "1.0.0")
     backend = f"""
 import os, shutil, time
 def build_wheel(where, config_settings=None, metadata_directory=None):

@@ -21,7 +21,8 @@ import pytest
 
 import contracts
 from conftest import PUBLISHED, QUICK, TRAIN, Result, Train, run_folder_in_phase, run_train, store, wait_for, workers_of
-from crosstrain import parity, parity_replicas, paths, samples
+from crosstrain import launch, parity, parity_replicas, samples
+from crosstrain.environments import Environment
 from crosstrain.networks import Network, Spec, initial_weights
 from crosstrain.networks.reference import Reference
 from crosstrain.networks.spec import classes, image, tokens
@@ -318,10 +319,10 @@ def measured(python: Path, run: dict[str, Any]) -> list[dict[str, np.ndarray]]:
     folder = Path(run["folder"])
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps(run))
-    command = [str(python), "-I", "-B", "-u", str(paths.worker_dir()), str(folder)]
-    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE) for rank in range(run["world_size"])]
-    errors = [rank.communicate(timeout=120)[1].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * len(ranks), errors
+    ranks = launch.start(run, Environment(python, "", managed=True, isolated=True), {})
+    for rank in ranks:
+        rank.wait(120)
+    assert [rank.poll() for rank in ranks] == [0] * len(ranks), [path.read_text() for path in folder.glob("*.err")]
     return parity_replicas.read(folder, run)
 
 

@@ -47,6 +47,7 @@ class Certificate:
     levels: tuple[Level, ...]
     deviations: dict[str, str]
     variant: str = ""
+    parallelism: str = "native"
 
     @property
     def failed(self) -> Level | None:
@@ -96,20 +97,22 @@ def tag(certificate: Certificate | None) -> str:
 def store(certificate: Certificate) -> Path:
     """Keep it in the user cache; it replaces the one of the same framework and its settings, network, precision, device and code."""
     c = certificate
-    path = _path(c.framework, c.version, c.compile, c.memory_format, c.spec_key, c.precision, c.device, c.code)
+    path = _path(c.framework, c.version, c.compile, c.memory_format, c.parallelism, c.spec_key, c.precision, c.device, c.code)
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     temporary.write_text(json.dumps(c.to_json(), indent=1) + "\n")
     os.replace(temporary, path)
     return path
 
 
-def find(framework: Mapping[str, Any], version: str, spec: Spec, precision: str, device: str) -> Certificate | None:
+def find(
+    framework: Mapping[str, Any], version: str, spec: Spec, precision: str, device: str, parallelism: str = "native"
+) -> Certificate | None:
     """The stored certificate for exactly this, and for the worker's code as it is now; None where there is none.
 
     `framework`: run.json's key; of it name, compile and memory_format count. `version`: the framework's own answer.
     """
     name, settings = framework["name"], (framework["compile"], framework["memory_format"])
-    path = _path(name, version, *settings, spec.key(), precision, device, code_hash(name))
+    path = _path(name, version, *settings, parallelism, spec.key(), precision, device, code_hash(name))
     try:
         return Certificate.from_json(json.loads(path.read_text()))
     except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
@@ -120,7 +123,8 @@ def code_hash(framework: str) -> str:
     """SHA-256 (hex) of the worker's code that makes a network in this framework and measures it on the ladder."""
     worker = paths.worker_dir()
     frameworks = worker / "frameworks"
-    files = [worker / "ladder.py", frameworks / "base.py", frameworks / f"on_{framework}.py", *frameworks.glob(f"{framework}_*.py")]
+    shared = [worker / "ladder.py", frameworks / "base.py", frameworks / "with_horovod.py"]
+    files = [*shared, frameworks / f"on_{framework}.py", *frameworks.glob(f"{framework}_*.py")]
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from crosstrain import interpreters, locks, paths
+from crosstrain import horovod_wheel, interpreters, locks, paths, system_libraries
 from crosstrain.errors import OutcomeError
 from crosstrain.uv_process import Report, Uv
 
@@ -71,8 +71,8 @@ def find_or_make(framework: str, accelerator: str, python: str | None, version: 
     if python == "driver":
         return Environment(Path(sys.executable), "driver", managed=False, isolated=False)
     if python:
-        module, distribution = locks.describe(framework, accelerator)
-        own, installed = interpreters.check_own(python, module, distribution, version)
+        packages, distribution = locks.describe(framework, accelerator)
+        own, installed = interpreters.check_own(python, packages, distribution, version)
         return Environment(own, f"{own} {installed}".strip(), managed=False, isolated=False)
     return make(framework, accelerator, version, report)
 
@@ -107,9 +107,10 @@ def _facts(folder: Path) -> dict:
 
 
 def _ready(folder: Path) -> Environment | None:
-    """The finished environment, or None. Its base interpreter may have been removed since: the link is followed."""
+    """The finished environment, or None. Its base interpreter or a library it links to may have been removed since: links are followed."""
     python = folder / "bin" / "python"
-    if _facts(folder) and python.exists():
+    facts = _facts(folder)
+    if facts and python.exists() and all(os.path.exists(library) for library in facts.get("links", {}).values()):
         return Environment(python, folder.name, managed=True, isolated=True)
     return None
 
@@ -135,7 +136,7 @@ def _locked(folder: Path, report: Report | None) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _stop_by_exception() -> Iterator[None]:
+def stop_by_exception() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into SystemExit meanwhile, so that clean-up runs; a handler that somebody set stays."""
     signals = [signal.SIGTERM, signal.SIGHUP] if threading.current_thread() is threading.main_thread() else []
     replaced = [one for one in signals if signal.getsignal(one) is signal.SIG_DFL]
@@ -154,26 +155,27 @@ def _stop_by_exception() -> Iterator[None]:
 
 def _build(folder: Path, lock: locks.Lock, version: str | None, lock_fd: int, report: Report) -> None:
     """Make `folder` whole or not at all."""
+    libraries = system_libraries.find_all(lock)
     if folder.exists():
         report(f"removing the half-built environment {folder.name}")
         _remove_folder(folder)
-    with _stop_by_exception():
+    with stop_by_exception():
         base = interpreters.find_python(lock.python, report)
         report(f"making the environment {folder.name} with {base}")
         try:
-            _fill(folder, lock, version, base, lock_fd, report)
+            _fill(folder, lock, version, base, lock_fd, report, libraries)
         except BaseException:
             _remove_folder(folder)
             raise
 
 
-def _fill(folder: Path, lock: locks.Lock, version: str | None, base: Path, lock_fd: int, report: Report) -> None:
+def _fill(folder: Path, lock: locks.Lock, version: str | None, base: Path, lock_fd: int, report: Report, libraries: dict[str, str]) -> None:
     start = time.monotonic()
     uv = Uv(f"the environment {folder.name}", Path(f"{folder}.log"), lock_fd, report)
     wanted = lock.requirements(version)
     uv.run("venv", "--no-project", "--python", str(base), str(folder))
     install = ["--python", str(folder / "bin" / "python"), *wanted]
-    plan = uv.pip_install("--dry-run", *install)
+    plan = _plan(uv, lock, version, install)
     coming = dict(re.findall(r"^ \+ ([^=\s]+)==(\S+)$", plan, re.MULTILINE))
     main = lock.distribution
     cpu_wheel = coming.get(main, "").endswith("+cpu")
@@ -183,7 +185,22 @@ def _fill(folder: Path, lock: locks.Lock, version: str | None, base: Path, lock_
         report(f"about to download {lock.headers['download']}")
         if "note" in lock.headers:
             report(lock.headers["note"])
-    uv.pip_install("--compile-bytecode", *install)  # compiled now: workers run with -B, which never writes it
+    if lock.horovod:
+        horovod_wheel.check(lock, coming[main])
+    # compiled now: workers run with -B, which never writes it
+    if lock.python == "3.6":  # uv's way needs 3.7
+        uv.pip_install(*install)
+        # files for other Pythons do not compile: no failure
+        command = [str(folder / "bin" / "python"), "-I", "-m", "compileall", "-qq", str(folder / "lib")]
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+    else:
+        uv.pip_install("--compile-bytecode", *install)
+    if lock.horovod:
+        work = folder / "horovod"
+        wheel = horovod_wheel.provide(lock, coming[main], folder / "bin" / "python", work, uv)
+        uv.pip_install("--compile-bytecode", "--no-deps", "--python", str(folder / "bin" / "python"), str(wheel))
+        shutil.rmtree(work, ignore_errors=True)
+    system_libraries.make_links(folder, libraries)
     versions = _installed(folder)
     size = _size(folder)
     seconds = time.monotonic() - start
@@ -193,7 +210,8 @@ def _fill(folder: Path, lock: locks.Lock, version: str | None, base: Path, lock_
         "accelerator": lock.accelerator,
         "version": version,
         "lock": wanted,
-        "module": lock.module,
+        "links": libraries,
+        "module": " ".join(lock.modules),
         "main": f"{main} {versions.get(main, '')}",
         "python": lock.python,
         "base": str(base),
@@ -209,6 +227,32 @@ def _fill(folder: Path, lock: locks.Lock, version: str | None, base: Path, lock_
     temporary.write_text(json.dumps(facts, indent=1), encoding="utf-8")
     temporary.replace(folder / _MARKER)
     report(f"environment {folder.name} is ready: {main} {versions.get(main, '')}, {size / 1e9:.1f} GB, {seconds:.0f} s")
+
+
+def _plan(uv: Uv, lock: locks.Lock, version: str | None, install: list[str]) -> str:
+    """What uv would install. Where it can not have the wanted version, the error's hint names the nearest that there are."""
+    try:
+        return uv.pip_install("--dry-run", *install)
+    except OutcomeError as error:
+        if not version or "No solution found" not in error.message:
+            raise
+        near = [_nearest(uv, install[1], lock.distribution, bound) for bound in (f"<={version}", f">={version}")]
+        found = " and ".join(dict.fromkeys(one for one in near if one))
+        # The nearest may be the wanted one itself, where something else does not fit.
+        hint = f"nearest for Python {lock.python}: {found}; " if found and version not in near else ""
+        if "ABI tag" in error.message:
+            hint += "in an environment of your own with another Python, framework.python uses it; "
+        raise OutcomeError("env_missing", error.message, hint + error.hint) from None
+
+
+def _nearest(uv: Uv, python: str, main: str, wanted: str) -> str:
+    """The version that uv finds nearest to the bound, above or below; "" when there is none."""
+    lowest = ["--resolution", "lowest-direct"] if wanted.startswith(">") else []
+    with contextlib.suppress(OutcomeError):
+        plan = uv.pip_install("--dry-run", "--no-deps", "--python", python, *lowest, main + wanted)
+        found = re.search(r"^ \+ [^=\s]+==(\S+)$", plan, re.MULTILINE)
+        return found[1] if found else ""
+    return ""
 
 
 def _check_disk(folder: Path, lock: locks.Lock, cpu_wheel: bool) -> None:
@@ -248,12 +292,13 @@ def _remove_folder(folder: Path) -> None:
 
 def list_environments() -> list[Cached]:
     """Every environment of the cache, half-built ones included, by key."""
-    current = {lock.key() for lock in locks.all_locks()}
+    by_name = {lock.name: lock for lock in locks.all_locks()}
     result = []
     for folder in sorted(path for path in paths.cache_dir("environments").iterdir() if path.is_dir()):
         facts = _facts(folder)
         if facts:
-            state = "ready" if folder.name in current or facts.get("version") else "old lock"
+            lock = by_name.get(f"{facts.get('framework')}.{facts.get('accelerator')}")
+            state = "ready" if lock and lock.key(facts.get("version")) == folder.name else "old lock"
         else:
             state = "being built" if _is_locked(folder) else "half-built"
         result.append(Cached(folder.name, folder, state, facts.get("size") or _size(folder), facts))
@@ -289,11 +334,14 @@ def check(cached: Cached) -> str:
     if not module:
         raise OutcomeError("env_missing", f"{cached.key} is {cached.state}", f"crosstrain env remove {cached.key}")
     code = (
-        "import importlib, platform, sys, numpy; found = importlib.import_module(sys.argv[1]); "
-        "print('Python %s, numpy %s, %s %s' % (platform.python_version(), numpy.__version__, sys.argv[1], "
-        "getattr(found, '__version__', '(no version)')))"
+        "import importlib, platform, sys, numpy\n"
+        "print('Python %s, numpy %s' % (platform.python_version(), numpy.__version__), end='')\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    package = name.partition('.')[0]\n"
+        "    print(', %s %s' % (package, getattr(sys.modules[package], '__version__', '(no version)')), end='')\n"
     )
-    command = [str(cached.folder / "bin" / "python"), "-I", "-B", "-c", code, module]
+    command = [str(cached.folder / "bin" / "python"), "-I", "-B", "-c", code, *module.split()]
     try:
         # Five minutes: TensorFlow's import has been seen to take 40 s on a busy machine.
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)

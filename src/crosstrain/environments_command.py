@@ -1,18 +1,19 @@
-"""`crosstrain env list | make | remove | check`."""
+"""`crosstrain env list | make | remove | check | bundle`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from crosstrain import environments, locks
+from crosstrain import bundle, environments, locks
 from crosstrain.errors import ConfigError, OutcomeError
 
 
 def add_command(subparsers: argparse._SubParsersAction) -> None:
     """Add `env` to the commands; the chosen function is `args.function(args) -> exit code`."""
-    parser = subparsers.add_parser("env", help="the frameworks' Python environments: list, make, remove, check")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="list|make|remove|check")
+    parser = subparsers.add_parser("env", help="the frameworks' Python environments: list, make, remove, check, bundle")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|make|remove|check|bundle")
     actions.add_parser("list", help="what there is, its state and size").set_defaults(function=_list)
     make = actions.add_parser("make", help="make environments now instead of on first use")
     make.add_argument("names", nargs="*", metavar="FRAMEWORK", help="torch, or with the accelerator: torch.gpu")
@@ -28,6 +29,13 @@ def add_command(subparsers: argparse._SubParsersAction) -> None:
         action.add_argument("names", nargs="*", metavar="NAME", help="torch, torch.gpu, or a name that env list shows")
         action.add_argument("--all", action="store_true", help="all of them")
         action.set_defaults(function=function)
+    packed = actions.add_parser("bundle", help="put all wheels into a folder, for a machine without a network")
+    packed.add_argument("names", nargs="+", metavar="NAME", help="driver, a framework, or with the accelerator: torch.gpu")
+    packed.add_argument("--to", required=True, type=Path, metavar="DIR", help="the folder to make")
+    packed.add_argument("--python", metavar="X.Y", help="for another Python than the lock's (driver: than this one): 3.12")
+    packed.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu", help="default: cpu")
+    packed.add_argument("--version", help="another version of the framework than the lock's: 2.9.0")
+    packed.set_defaults(function=_bundle)
 
 
 def _list(_args: argparse.Namespace) -> int:
@@ -59,7 +67,7 @@ def _make(args: argparse.Namespace) -> int:
     for name in names:
         framework, _, accelerator = name.partition(".")
         try:
-            made = environments.make(framework, accelerator or args.accelerator, args.version, lambda line: print(line, flush=True))
+            made = environments.make(framework, accelerator or args.accelerator, args.version, _show)
             print(f"{name}: {made.python}")
         except OutcomeError as error:
             failed += 1
@@ -105,6 +113,19 @@ def _check(args: argparse.Namespace) -> int:
             failed += 1
             _complain(one.key, error)
     return 1 if failed else 0
+
+
+def _bundle(args: argparse.Namespace) -> int:
+    if args.version and (len(args.names) > 1 or bundle.DRIVER in args.names):
+        raise ConfigError("crosstrain env bundle: --version is for exactly one framework")
+    parts = [bundle.part(name, args.accelerator, args.python, args.version) for name in dict.fromkeys(args.names)]
+    size = bundle.write(args.to, parts, _show)
+    print(f"{args.to}: {size / 1e6:.0f} MB; its README.md says how to install from it")
+    return 0
+
+
+def _show(line: str) -> None:
+    print(line, flush=True)
 
 
 def _complain(name: str, error: OutcomeError) -> None:

@@ -35,14 +35,14 @@ sys.path.pop(0)
 answer = {"python": list(sys.version_info[:3]), "executable": sys.executable, "missing": [], "version": None}
 if sys.version_info >= (3, 6):
     from importlib.util import find_spec
-    for name in ["numpy", sys.argv[1]]:
+    for name in ["numpy"] + sys.argv[2:]:
         spec = find_spec(name)
         if spec is None or (spec.submodule_search_locations is not None and not spec.has_location):
             answer["missing"].append(name)
 if sys.version_info >= (3, 8) and not answer["missing"]:
     from importlib.metadata import PackageNotFoundError, version
     try:
-        answer["version"] = version(sys.argv[2])
+        answer["version"] = version(sys.argv[1])
     except PackageNotFoundError:
         pass
 print(json.dumps(answer))
@@ -117,19 +117,24 @@ def _of_pyenv(version: str) -> Iterator[Path]:
             yield folder / "bin" / "python"
 
 
-def find_python(version: str, report: Callable[[str], None]) -> Path:
-    """A CPython X.Y: on PATH, of uv, of pyenv, the driver's own, else installed by uv.
-
-    Raises OutcomeError (env_missing) that names what was looked for and the one command that helps.
-    """
+def look_for_python(version: str) -> Path | None:
+    """A CPython X.Y of this machine: on PATH, of uv, of pyenv, or the driver's own."""
     for search in (_on_path, _of_uv, _of_pyenv):
         for candidate in search(version):
             python = _answers(candidate, version)
             if python:
                 return python
-    own = _answers(getattr(sys, "_base_executable", sys.executable), version)
-    if own:
-        return own
+    return _answers(getattr(sys, "_base_executable", sys.executable), version)
+
+
+def find_python(version: str, report: Callable[[str], None]) -> Path:
+    """A CPython X.Y of this machine, else installed by uv.
+
+    Raises OutcomeError (env_missing) that names what was looked for and the one command that helps.
+    """
+    there = look_for_python(version)
+    if there:
+        return there
     report(f"Python {version} is not on this machine: installing it with uv")
     _, error = _uv_python("install", "--no-bin", version)
     for candidate in _of_uv(version):
@@ -148,8 +153,8 @@ def find_python(version: str, report: Callable[[str], None]) -> Path:
 
 
 @functools.cache
-def check_own(python: str, module: str, distribution: str, version: str | None) -> tuple[Path, str]:
-    """The user's interpreter (a path or a command on PATH), once it is known to have numpy and the framework's `module`; and the
+def check_own(python: str, packages: tuple[str, ...], distribution: str, version: str | None) -> tuple[Path, str]:
+    """The user's interpreter (a path or a command on PATH), once it is known to have numpy and the `packages`; and the
     installed version of `distribution`, "" where the interpreter can not tell it.
 
     Nothing is imported in it, so this takes about 0.1 s; good answers are kept for the life of the process. `version` is
@@ -162,7 +167,7 @@ def check_own(python: str, module: str, distribution: str, version: str | None) 
         hint = f"give the interpreter itself: framework.python={inside}" if inside.exists() else "give a path or a command on PATH"
         raise OutcomeError("env_missing", f"framework.python={python} is no program that can be started", hint)
     path = Path(found).absolute()  # not resolved: a virtual environment's python is a link
-    answer, reason = _ask(path, _HAS, module, distribution, isolated=False)
+    answer, reason = _ask(path, _HAS, distribution, *packages, isolated=False)
     if not isinstance(answer, dict):
         raise OutcomeError("env_missing", f"framework.python={python} does not answer as a Python: {reason}")
     release = ".".join(str(number) for number in answer["python"])

@@ -12,18 +12,26 @@ from pathlib import Path
 from crosstrain import paths
 from crosstrain.errors import ConfigError, OutcomeError
 
-_HEADER = re.compile(r"#\s*(python|import|download|disk|keep|note):\s*(.+)")
+_HEADER = re.compile(r"#\s*(python|import|horovod|download|disk|keep|also|apt|note):\s*(.+)")
+_LINK = re.compile(r"#\s*link:\s*(\S+)\s*->\s*(\S+)")
 _PIN = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.!+_-]+)")
+
+#: what the name of a framework's environment with Horovod ends with: torch-horovod
+HOROVOD = "-horovod"
 
 
 @dataclass(frozen=True)
 class Lock:
-    """One lock. `pins` is ((name, version), …), the framework's own package first; empty when there is nothing to install."""
+    """One lock. `pins` is ((name, version), …), the framework's own package first; empty when there is nothing to install.
+
+    `links` is ((link below site-packages, shared library of the system), …).
+    """
 
     framework: str
     accelerator: str
     headers: Mapping[str, str]
     pins: tuple[tuple[str, str], ...]
+    links: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -34,25 +42,34 @@ class Lock:
         return self.headers["python"]
 
     @property
-    def module(self) -> str:
-        """What is imported."""
-        return self.headers.get("import", self.framework)
+    def modules(self) -> list[str]:
+        """What is imported, the framework first."""
+        return self.headers.get("import", self.framework).split()
+
+    @property
+    def horovod(self) -> str | None:
+        """The version of Horovod that is compiled for this environment (`horovod_wheel`)."""
+        return self.headers.get("horovod")
 
     @property
     def distribution(self) -> str:
         """The name of the framework's own package."""
-        return self.pins[0][0] if self.pins else self.module
+        return self.pins[0][0] if self.pins else self.modules[0]
 
     def requirements(self, version: str | None = None) -> list[str]:
-        """What uv is told to install. Another version of the framework frees all other pins but those named by `keep`."""
+        """What uv is told to install. Another version of the framework frees all other pins but those named by `keep`.
+
+        `also` names what the framework itself does not ask for: with another version it comes in whichever version fits.
+        """
         kept = self.headers.get("keep", "").split()
+        also = [*self.headers.get("also", "").split(), *([] if "numpy" in kept else ["numpy"])]
         (main, pinned), *others = self.pins
         wanted = version or pinned
         # A +cpu wheel in a local folder would also satisfy ==, and run a GPU cell without GPU.
         first = f"{main}=={wanted},!={wanted}+cpu" if self.accelerator == "gpu" else f"{main}=={wanted}"
         if version is None or version == pinned:
             return [first, *(f"{name}=={pin}" for name, pin in others)]
-        return [first, *(f"{name}=={pin}" for name, pin in others if name in kept), *(["numpy"] if "numpy" not in kept else [])]
+        return [first, *(f"{name}=={pin}" for name, pin in others if name in kept), *also]
 
     def gigabytes(self, header: str, cpu_wheel: bool) -> float | None:
         """The size that a `download` or `disk` header gives, in GB: the last number when the framework comes as a +cpu wheel."""
@@ -60,8 +77,10 @@ class Lock:
         return float(sizes[-1 if cpu_wheel else 0]) if sizes else None
 
     def key(self, version: str | None = None) -> str:
-        """Name of the environment's folder. Hashed is what makes it: Python, kind of machine and requirements; no comments."""
-        text = "\n".join([self.python, platform.machine(), *self.requirements(version)])
+        """Name of the environment's folder. Hashed is what makes it: Python, kind of machine, requirements, links, Horovod; no comments."""
+        more = [f"{link} -> {library}" for link, library in self.links]
+        more += [f"horovod {self.horovod}"] if self.horovod else []
+        text = "\n".join([self.python, platform.machine(), *self.requirements(version), *more])
         return f"{self.framework}-{self.accelerator}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -69,10 +88,14 @@ def _parse(path: Path) -> Lock:
     framework, _, accelerator = path.stem.partition(".")
     headers: dict[str, str] = {}
     pins: list[tuple[str, str]] = []
+    links: list[tuple[str, str]] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         header = _HEADER.fullmatch(line.strip())
         pin = _PIN.fullmatch(line.strip())
-        if header:
+        link = _LINK.fullmatch(line.strip())
+        if link:
+            links.append((link[1], link[2]))
+        elif header:
             headers[header[1]] = header[2].strip()
         elif pin:
             pins.append((pin[1], pin[2]))
@@ -80,7 +103,9 @@ def _parse(path: Path) -> Lock:
             raise ConfigError(f"{path.name} line {number}: {line.strip()!r} is not name==version")
     if pins and "python" not in headers:
         raise ConfigError(f"{path.name} has no line '# python: X.Y'")
-    return Lock(framework, accelerator, headers, tuple(pins))
+    if links and "apt" not in headers:
+        raise ConfigError(f"{path.name} has no line '# apt: <packages that bring the linked libraries>'")
+    return Lock(framework, accelerator, headers, tuple(pins), tuple(links))
 
 
 def all_locks() -> list[Lock]:
@@ -105,13 +130,20 @@ def find_lock(framework: str, accelerator: str) -> Lock:
     if others:
         message = f"{framework} has no environment for {accelerator}, only for {' and '.join(others)}"
         raise OutcomeError("unsupported", message, own)
-    raise OutcomeError("env_missing", f"{framework} has no lock {path.name}, so there is no environment to make", own)
+    known = ", ".join(sorted({lock.framework for lock in all_locks()}))
+    message = f"{framework} has no lock {path.name}, so there is no environment to make; there are locks of {known}"
+    raise OutcomeError("env_missing", message, own)
 
 
-def describe(framework: str, accelerator: str) -> tuple[str, str]:
-    """(module, distribution) to look for in a user's own interpreter, from any lock of the framework."""
+def with_horovod() -> list[str]:
+    """The frameworks that have an environment with Horovod."""
+    return sorted({lock.framework.removesuffix(HOROVOD) for lock in all_locks() if lock.horovod})
+
+
+def describe(framework: str, accelerator: str) -> tuple[tuple[str, ...], str]:
+    """(packages, distribution) to look for in a user's own interpreter, from any lock of the framework."""
     found = sorted(paths.locks_dir().glob(f"{framework}.*.txt"), key=lambda path: path.stem != f"{framework}.{accelerator}")
     if not found:
-        return framework, framework
+        return (framework,), framework
     lock = _parse(found[0])
-    return lock.module, lock.distribution
+    return tuple(module.partition(".")[0] for module in lock.modules), lock.distribution

@@ -56,7 +56,7 @@ def read(folder: Path, run: dict[str, Any]) -> Files:
         except samples.SamplesError as error:
             files.rows.append(error.rows)
             files.broken.append(str(error))
-        files.stderr.append(tail_of(folder / f"worker.{rank}.err"))
+        files.stderr.append(tail_of(folder / f"worker.{rank}.err") or tail_of(folder / "launcher.err"))
     return files
 
 

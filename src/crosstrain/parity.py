@@ -142,6 +142,7 @@ def compare(spec: Spec, run: Mapping[str, Any], arrays: Mapping[str, Array], ver
         code=code_hash(settings["name"]),
         levels=parity_levels.judge(network, expected, arrays, run["batch_per_replica"]),
         deviations=deviations,
+        parallelism=run["parallelism"],
     )
 
 

@@ -22,7 +22,9 @@ from crosstrain import (
     certificates,
     environments,
     guard,
+    launch,
     networks,
+    outcomes,
     parity,
     parity_replicas,
     parity_table,
@@ -35,7 +37,6 @@ from crosstrain import (
 from crosstrain import config as schema
 from crosstrain.certificates import Certificate, Level
 from crosstrain.errors import ConfigError, OutcomeError
-from crosstrain.launch import local
 from crosstrain.measured import tail_of
 from crosstrain.networks.spec import Spec
 from crosstrain.watch import wait_for_end
@@ -45,7 +46,7 @@ SIGNS = {"passed": "✓", "failed": "✗", "not applicable": "-"}
 #: levels that a reduced variant climbs in place of a large network
 ON_VARIANT = [level for level in parity.TITLES if level not in ("1", "2")]
 #: settings of a framework that the table shows where they are not the first value
-SHOWN = {"compile": "off", "memory_format": "contiguous"}
+SHOWN = {"compile": "off", "memory_format": "contiguous", "parallelism": "native"}
 
 
 def add_command(commands: Any) -> None:
@@ -80,7 +81,7 @@ class Cell:
     @property
     def framework(self) -> str:
         """`torch`, or `torch compile=on`."""
-        settings = self.spec.framework
+        settings = {**self.spec.framework, "parallelism": self.spec.parallelism}
         return " ".join([settings["name"], *(f"{key}={settings[key]}" for key, first in SHOWN.items() if settings[key] != first)])
 
     @property
@@ -181,7 +182,9 @@ class Site:
     def given(self) -> dict[str, Any]:
         """Keys of run.json."""
         gpus = [gpu.uuid for gpu in self.place.gpus[:1]]
-        return {"run_id": uuid.uuid4().hex, "device": self.place.kind, "gpus": gpus, "threads": self.place.threads}
+        spec = self.cell.spec
+        run = {"run_id": uuid.uuid4().hex, "device": self.place.kind, "gpus": gpus, "threads": self.place.threads}
+        return {**run, "parallelism": spec.parallelism}
 
     def work(self, run: Mapping[str, Any], doing: str) -> list[dict[str, Any]]:
         """Run the workers of `run` to their end. Returns their results; raises OutcomeError where one is not ok."""
@@ -189,7 +192,11 @@ class Site:
         (folder / "run.json").write_text(json.dumps(run))
         self.line.update(doing)
         _work(run, self.home, self.cell.spec.framework["env"])
-        return [_result(folder, rank) for rank in range(run["world_size"])]
+        ranks = range(run["world_size"])
+        # First those that could say how they ended: the others were stopped because of one that failed.
+        told = sorted(ranks, key=lambda rank: not _result_path(folder, rank).is_file())
+        results = {rank: _result(folder, rank) for rank in told}
+        return [results[rank] for rank in ranks]
 
 
 def prove(cell: Cell, line: progress.RunLine) -> Certificate:
@@ -197,7 +204,7 @@ def prove(cell: Cell, line: progress.RunLine) -> Certificate:
     place = prepare.choose_place(cell.spec)
     framework = cell.spec.framework
     home = environments.find_or_make(
-        framework["name"], place.kind, framework["python"], framework["version"], lambda text: progress.say(f"  {text}")
+        cell.spec.environment, place.kind, framework["python"], framework["version"], lambda text: progress.say(f"  {text}")
     )
     site = Site(cell, place, home, line)
     settings = {key: value for key, value in framework.items() if key not in ("python", "env")}
@@ -242,11 +249,11 @@ def _subfolder(folder: Path, name: str) -> Path:
 
 def _work(run: Mapping[str, Any], home: environments.Environment, extra: dict[str, str]) -> None:
     """Run the workers to their end; nothing of them is left afterwards."""
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks: list[launch.Rank] = []
     end = time.monotonic() + LIMIT_S
     with guard.start_guard(run["run_id"]):
         try:
-            ranks += local.start(run, home, extra)
+            ranks += launch.start(run, home, extra)
             # one that failed leaves the others waiting for it
             while (alive := [rank for rank in ranks if rank.poll() is None]) and not any(rank.returncode for rank in ranks):
                 if time.monotonic() > end:
@@ -259,11 +266,16 @@ def _work(run: Mapping[str, Any], home: environments.Environment, extra: dict[st
                     rank.wait(1.0)
 
 
+def _result_path(folder: Path, rank: int) -> Path:
+    return folder / f"result.{rank}.json"
+
+
 def _result(folder: Path, rank: int) -> dict[str, Any]:
-    path = folder / f"result.{rank}.json"
+    path = _result_path(folder, rank)
     if not path.is_file():
-        last = tail_of(folder / f"worker.{rank}.err").strip().splitlines()[-1:] or ["it said nothing"]
-        raise OutcomeError("crashed", f"the worker ended without a result: {last[0]}")
+        said = tail_of(folder / f"worker.{rank}.err") or tail_of(folder / "launcher.err")
+        reason = outcomes.fatal_message(said) or (said.strip().splitlines() or ["it said nothing"])[-1]
+        raise OutcomeError("crashed", f"the worker ended without a result: {reason}")
     result: dict[str, Any] = json.loads(path.read_text())
     if result["status"] != "ok":
         name = {"failed": "crashed"}.get(result["status"], result["status"])

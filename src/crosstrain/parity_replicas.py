@@ -38,7 +38,7 @@ def run_json(run: Mapping[str, Any], folder: Path, gpus: Sequence[str] = ()) -> 
         "cpus": None,
         "threads": max(1, run["threads"] // REPLICAS),
         "replicas": REPLICAS,
-        "world_size": prepare.world_size(run["framework"], REPLICAS),
+        "world_size": prepare.world_size(run["framework"], REPLICAS, run["parallelism"]),
         "batch_per_replica": run["batch_global"] // REPLICAS,
     }
 

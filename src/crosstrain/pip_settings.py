@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -96,3 +97,24 @@ def uv_settings(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     if pip.get("keyring-provider") == "subprocess":
         result.setdefault("UV_KEYRING_PROVIDER", "subprocess")
     return result, options
+
+
+def pip_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """PIP_… variables that send a pip which uv runs to the same places as uv.
+
+    Such a pip reads no pip.conf of the driver's environment and none of uv's variables, so both are told here.
+    """
+    pip = read_pip_settings(environ)
+    keys = dict.fromkeys([key for key, *_ in _VARIABLES] + ["no-index", "keyring-provider"])
+    result = {f"PIP_{key.upper().replace('-', '_')}": " ".join(pip[key].split()) for key in keys if key in pip}
+    for variable, names in (
+        ("PIP_INDEX_URL", ("UV_DEFAULT_INDEX", "UV_INDEX_URL")),
+        ("PIP_EXTRA_INDEX_URL", ("UV_INDEX", "UV_EXTRA_INDEX_URL")),
+        ("PIP_FIND_LINKS", ("UV_FIND_LINKS",)),
+    ):
+        values = " ".join(environ.get(name, "") for name in names).replace(",", " ").split()
+        if values:
+            result[variable] = " ".join(re.sub(r"^[\w-]+=(?=\w+:)", "", one) for one in values)  # UV_INDEX may give names: mine=https://…
+            if variable != "PIP_FIND_LINKS":
+                result["PIP_NO_INDEX"] = "0"
+    return result

@@ -46,9 +46,9 @@ def expectation(spec: RunSpec) -> tuple[str, float, float]:
     try:
         place = prepare.choose_place(spec)
         if framework["python"]:  # a given interpreter is only looked at, nothing is made
-            environments.find_or_make(framework["name"], place.kind, framework["python"], framework["version"], progress.say)
+            environments.find_or_make(spec.environment, place.kind, framework["python"], framework["version"], progress.say)
         else:
-            environments.environment_key(framework["name"], place.kind, framework["version"])
+            environments.environment_key(spec.environment, place.kind, framework["version"])
     except OutcomeError as error:
         return f"{error.outcome}: {error.message}", 0.0, 0.0
     low, high = float(spec.measure["min_s"]), float(spec.measure["max_s"])
@@ -66,7 +66,7 @@ def new_disk_mb(spec: RunSpec, seen: set[str]) -> tuple[float, str]:
     if spec.framework["python"]:
         return megabytes, ""
     accelerator = prepare.choose_place(spec).kind
-    key = environments.environment_key(spec.framework["name"], accelerator, spec.framework["version"])
+    key = environments.environment_key(spec.environment, accelerator, spec.framework["version"])
     if key in seen or any(cached.key == key and cached.state == "ready" for cached in environments.list_environments()):
         return megabytes, ""
     seen.add(key)

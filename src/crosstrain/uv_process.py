@@ -25,9 +25,11 @@ Report = Callable[[str], None]
 
 #: silence of uv after which a line says that it still works
 _HEARTBEAT_S = 10.0
-#: uv's lines that tell progress
-_PROGRESS = re.compile(r"(Prepared|Downloading|Downloaded|Building|Built|Installed|Bytecode compiled|warning:)")
-_NO_NETWORK = re.compile(r"dns error|client error|Failed to fetch|error sending request|timed out|network connectivity")
+#: lines of uv, and of pip when uv runs it, that tell progress; small downloads are not worth a line
+_PROGRESS = re.compile(r"\s*(Prepared|Downloading(?!.*(bytes|kB)\))|Downloaded|Building|Built|Installed|Bytecode compiled|warning:)")
+_NO_NETWORK = re.compile(
+    r"dns error|client error|Failed to fetch|error sending request|timed out|network connectivity|establish a new connection"
+)
 
 
 def uv_program() -> str:
@@ -44,21 +46,22 @@ def uv_program() -> str:
 
 
 def one_line(output: str, limit: int = 400) -> str:
-    """uv's error ("error: … cause: …" over several lines, maybe with branches drawn) as one line of at most `limit` characters."""
+    """uv's error ("error: … cause: …" over several lines, maybe with branches drawn), or pip's ("ERROR: …"), as one line of at
+    most `limit` characters."""
     lines = [re.sub(r"^[\s×╰─▶├│]+", "", line).strip() for line in output.splitlines()]
-    starts = [index for index, line in enumerate(lines) if line.startswith("error:")]
-    kept = [re.sub(r"^(error|cause|Caused by):\s*", "", line) for line in lines[starts[0] if starts else 0 :] if line]
+    starts = [index for index, line in enumerate(lines) if line.lower().startswith("error:")]
+    kept = [re.sub(r"^(error|ERROR|cause|Caused by):\s*", "", line) for line in lines[starts[0] if starts else 0 :] if line]
     text = ": ".join(kept)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 class Uv:
-    """Runs uv for one environment (`what` names it in errors). What it said goes to `log` when it fails.
+    """Runs uv for one environment or bundle (`what` names it in errors). What it said goes to `log` when it fails.
 
-    uv inherits the lock file `lock_fd` and is killed, with all it started, when an exception leaves `run`.
+    uv inherits the lock file `lock_fd`, if there is one, and is killed, with all it started, when an exception leaves `run`.
     """
 
-    def __init__(self, what: str, log: Path, lock_fd: int, report: Report) -> None:
+    def __init__(self, what: str, log: Path, lock_fd: int | None, report: Report) -> None:
         self.what = what
         self.log = log
         self.lock_fd = lock_fd
@@ -82,7 +85,7 @@ class Uv:
             errors="replace",
             env=self.environment,
             start_new_session=True,  # builds of source packages are stopped with it
-            pass_fds=(self.lock_fd,),
+            pass_fds=() if self.lock_fd is None else (self.lock_fd,),
         )
         try:
             output = self._follow(process)
@@ -118,7 +121,8 @@ class Uv:
                 return "".join(output)
             output.append(line)
             if _PROGRESS.match(line):
-                self.report(line[0].lower() + line[1:].strip())
+                line = line.strip()
+                self.report(line[0].lower() + line[1:])
 
 
 def _read_lines(stream: IO[str], lines: queue.Queue[str | None]) -> None:
@@ -128,8 +132,9 @@ def _read_lines(stream: IO[str], lines: queue.Queue[str | None]) -> None:
 
 
 def _written(pid: int) -> int:
-    """Bytes that a process has written so far; 0 when it has just ended."""
+    """Bytes that a process and those it started have written so far; 0 when it has just ended."""
     try:
-        return psutil.Process(pid).io_counters().write_chars
+        process = psutil.Process(pid)
+        return sum(one.io_counters().write_chars for one in (process, *process.children(recursive=True)))
     except (psutil.Error, AttributeError):  # not every system counts
         return 0

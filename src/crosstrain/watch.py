@@ -8,11 +8,13 @@ import os
 import select
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from crosstrain import samples
+from crosstrain.launch import Rank
 from crosstrain.outcomes import Outcome
 from crosstrain.progress import RunLine, duration, number
 from crosstrain.system_samples import SystemSampler
@@ -62,7 +64,7 @@ class EventReader:
         return found
 
 
-def wait_for_end(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
+def wait_for_end(processes: Sequence[Rank], seconds: float) -> None:
     """Return when one of the processes has ended, after `seconds` at the latest.
 
     One sleep: `Popen.wait(timeout)` wakes up 20 times a second, beside work that is being timed, and sees an end 50 ms late.
@@ -88,7 +90,7 @@ class Watch:
     def __init__(
         self,
         run: dict[str, Any],
-        processes: list[subprocess.Popen[bytes]],
+        processes: Sequence[Rank],
         sampler: SystemSampler,
         line: RunLine,
         timeouts: dict[str, float],

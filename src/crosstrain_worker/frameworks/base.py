@@ -31,7 +31,7 @@ class Base(object):
     memory_formats = ("contiguous",)
     #: most replicas this adapter can drive natively
     max_replicas = 1
-    #: how many of a run's replicas one rank drives: `one` or `all`; conf/framework/<name>.yaml says the same to the driver
+    #: how many of a run's replicas one rank drives natively: `one` or `all`; conf/framework/<name>.yaml says the same to the driver
     replicas_per_rank = "one"
     #: whether it keeps parameters with `trained: false` as they are loaded, and takes an op of the network as the target
     frozen_parameters = False
@@ -42,6 +42,10 @@ class Base(object):
         self.run = run
         self.spec = run["network"]
         self.deviations = {}
+        #: gradients are reduced by Horovod, which has one replica in each rank
+        self.horovod = run.get("parallelism") == "horovod"
+        if self.horovod:
+            self.replicas_per_rank = "one"
         #: this worker's rank, set by the session
         self.rank = 0
         #: the phase the run is in, set by the session

@@ -7,17 +7,20 @@ import platform
 
 import numpy
 
+from . import with_horovod
 from .base import Base, Unsupported
 
 # Set by load_library: importing MXNet is timed, and reads the environment.
 mx = None
 layers = None
+hvd = None
 
 
 class Framework(Base):
     """All replicas in one rank: on cpu(0), cpu(1), … or gpu(0), gpu(1), … (CUDA_VISIBLE_DEVICES is set by the launcher).
 
-    Several: a Gluon Trainer with kvstore `device`, which adds their gradients. A batch is a list of each replica's part, a handle
+    Several: a Gluon Trainer with kvstore `device`, which adds their gradients. With Horovod: one in each rank, on cpu(0) or gpu(rank),
+    and Horovod's DistributedTrainer; `replicas` are the rank's own. A batch is a list of each replica's part, a handle
     (arrays of the replicas, divisor): its value is their sum over the divisor.
     """
 
@@ -64,7 +67,8 @@ class Framework(Base):
         self.gpu = run["device"] == "gpu"
         self.settings = run["framework"]
         self.compile = self.settings.get("compile", "off")
-        self.replicas = run["replicas"]
+        self.replicas = 1 if self.horovod else run["replicas"]
+        self.distributed = self.horovod and run["world_size"] > 1
         # Found by experiment on the CPU; cuDNN keeps n/(n-1) times the batch's variance.
         kept = "unbiased" if self.gpu else "biased"
         self.deviations = {}
@@ -77,7 +81,7 @@ class Framework(Base):
 
     # -- before anything is built -------------------------------------------------------------------------------------
     def load_library(self):
-        global mx, layers
+        global mx, layers, hvd
         threads = str(self.run["threads"])
         os.environ["OMP_NUM_THREADS"] = threads
         os.environ["OPENBLAS_NUM_THREADS"] = threads
@@ -90,9 +94,13 @@ class Framework(Base):
         from . import mxnet_layers
 
         mx, layers = library, mxnet_layers
+        if self.distributed:
+            import horovod.mxnet as hvd
 
     def versions(self):
         found = {"framework": mx.__version__, "python": platform.python_version(), "numpy": numpy.__version__}
+        if self.horovod:
+            found["horovod"] = with_horovod.version()
         features = mx.runtime.Features()
         found["onednn"] = "built in" if features.is_enabled("MKLDNN") else "none"
         if features.is_enabled("BLAS_OPEN"):
@@ -103,6 +111,8 @@ class Framework(Base):
 
     def check(self):
         Base.check(self)
+        if self.distributed:
+            with_horovod.check(hvd, self.run["device"])
         if not self.gpu:
             return
         if not mx.runtime.Features().is_enabled("CUDA"):
@@ -114,12 +124,16 @@ class Framework(Base):
                 "MXNet %s has no code for compute capability %d.%d (the wheels end at 8.6)" % ((mx.__version__,) + capability),
                 "device=cpu",
             )
-        if mx.context.num_gpus() < self.replicas:
-            raise Unsupported("MXNet %s sees %d GPUs, not %d" % (mx.__version__, mx.context.num_gpus(), self.replicas), "device=cpu")
+        seen, wanted = mx.context.num_gpus(), self.run["replicas"]
+        if seen < wanted:
+            raise Unsupported("MXNet %s sees %d GPUs, not %d" % (mx.__version__, seen, wanted), "device=cpu")
 
     # -- set up ----------------------------------------------------------------------------------------------------------
     def setup(self):
-        self.contexts = [mx.gpu(i) if self.gpu else mx.cpu(i) for i in range(self.replicas)]
+        first = self.rank if self.gpu else 0
+        self.contexts = [mx.gpu(first + i) if self.gpu else mx.cpu(i) for i in range(self.replicas)]
+        if self.distributed:
+            with_horovod.join(hvd, self.run, self.rank)
 
     def build(self):
         self.network = layers.Network(self.spec)
@@ -150,10 +164,19 @@ class Framework(Base):
             raise Unsupported("mxnet: this adapter has no mapping for optimizer %s" % wanted["name"])
         for parameter in self.parameters:
             parameter._trainer = None
+        options = {"learning_rate": wanted["learning_rate"], "momentum": wanted["momentum"], "wd": wanted["weight_decay"]}
+        #: how many times their mean reduced gradients are, and by what the trainer has to be told to divide them
+        self.sum_of = self.divisor = self.replicas
+        if self.distributed:
+            # Not as a list, which it sorts: parameters have no order.
+            self.trainer = hvd.DistributedTrainer({slot.name: slot for slot in self.parameters}, "sgd", options)
+            # It divides by itself: in the reduction, or (Gloo) with the trainer's scale in the update.
+            self.sum_of = 1 / self.trainer._scale
+            return
         self.trainer = mx.gluon.Trainer(
             self.parameters,
             "sgd",
-            {"learning_rate": wanted["learning_rate"], "momentum": wanted["momentum"], "wd": wanted["weight_decay"]},
+            options,
             kvstore="device",  # not used for one replica
             # Its own choice (in the store), except where something comes between reduction and update.
             update_on_kvstore=False if self.clip_norm is not None or self.run["task"] == "gradient" else None,
@@ -202,14 +225,13 @@ class Framework(Base):
         trainer = self.trainer
         if self.clip_norm is None:
             # the losses are means already
-            trainer.step(self.replicas)
+            trainer.step(self.divisor)
             return handles
         trainer.allreduce_grads()
         for context in self.contexts:
-            # what the replicas' gradients add up to is as many times their mean
             gradients = [parameter.grad(context) for parameter in self.parameters]
-            mx.gluon.utils.clip_global_norm(gradients, self.clip_norm * self.replicas, check_isfinite=False)
-        trainer.update(self.replicas)
+            mx.gluon.utils.clip_global_norm(gradients, self.clip_norm * self.sum_of, check_isfinite=False)
+        trainer.update(self.divisor)
         return handles
 
     def gradient(self, batch):
@@ -236,6 +258,10 @@ class Framework(Base):
     def sync(self):
         mx.nd.waitall()
 
+    def meet(self):
+        if self.distributed:
+            hvd.allreduce(mx.nd.zeros(1, ctx=self.contexts[0]), name="meet").wait_to_read()
+
     def value(self, handle):
         arrays, divisor = handle
         return sum(first_element(array) for array in arrays) / divisor
@@ -259,7 +285,7 @@ class Framework(Base):
             self.gradient(batch)
             mx.nd.waitall()
         summed = {p["name"]: self.slots[p["name"]].grad(self.contexts[0]).asnumpy() for p in self.trained_parameters()}
-        return {name: gradient / self.replicas for name, gradient in summed.items()}
+        return {name: gradient / self.sum_of for name, gradient in summed.items()}
 
     @contextlib.contextmanager
     def states_kept(self):
@@ -288,6 +314,10 @@ class Framework(Base):
     def is_oom(self, error):
         words = str(error).lower()
         return isinstance(error, mx.MXNetError) and ("out of memory" in words or "failed to allocate" in words)
+
+    def close(self):
+        if self.distributed:
+            hvd.shutdown()
 
 
 def first_element(array):

@@ -1,6 +1,7 @@
 """PyTorch, 2.9 and newer. The layers are in `torch_layers`."""
 
 import contextlib
+import functools
 import importlib.util
 import os
 import platform
@@ -9,6 +10,7 @@ import shutil
 
 import numpy
 
+from . import with_horovod
 from .base import Base, Unsupported
 
 # Set by load_library: importing PyTorch is timed.
@@ -20,7 +22,10 @@ HALF = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class Framework(Base):
-    """One replica in each rank, on the CPU or on cuda:<rank> (CUDA_VISIBLE_DEVICES is set by the launcher); see `torch_ranks`."""
+    """One replica in each rank, on the CPU or on cuda:<rank> (CUDA_VISIBLE_DEVICES is set by the launcher).
+
+    `torch_ranks` and `torch_horovod` hold how several ranks reduce their gradients.
+    """
 
     ops = frozenset(
         (
@@ -81,9 +86,13 @@ class Framework(Base):
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         import torch as library
 
-        from . import torch_layers, torch_ranks
+        from . import torch_layers
 
-        torch, layers, ranks = library, torch_layers, torch_ranks
+        torch, layers = library, torch_layers
+        if self.distributed and self.horovod:
+            from . import torch_horovod as ranks
+        elif self.distributed:
+            from . import torch_ranks as ranks
 
     def versions(self):
         found = {"framework": torch.__version__, "python": platform.python_version(), "numpy": numpy.__version__}
@@ -91,6 +100,8 @@ class Framework(Base):
             found["cuda"] = torch.version.cuda
         if torch.backends.cudnn.is_available():
             found["cudnn"] = str(torch.backends.cudnn.version())
+        if self.horovod:
+            found["horovod"] = with_horovod.version()
         build = torch.__config__.show()
         patterns = (("mkl", r"Math Kernel Library Version (\S+)"), ("onednn", r"MKL-DNN v(\S+)"), ("blas", r"BLAS_INFO=(\w+)"))
         for key, pattern in patterns:
@@ -104,7 +115,7 @@ class Framework(Base):
         if self.gpu:
             self.check_gpu()
         if self.distributed:
-            ranks.check(self.run["device"])
+            ranks.check(self.run)
         if self.compile != "off":
             # torch.compile generates C++ for the CPU and Triton for the GPU
             compiler = os.environ.get("CXX", "g++")
@@ -208,6 +219,11 @@ class Framework(Base):
             momentum=wanted["momentum"],
             fused=True if self.gpu else None,
         )
+        self.stepping = contextlib.nullcontext
+        if self.distributed:
+            named = [(p["name"], self.tensors[p["name"]]) for p in self.trained_parameters()]
+            self.optimizer = ranks.optimizer(self.optimizer, named)
+            self.stepping = functools.partial(ranks.stepping, self.optimizer)
         self.clip_norm = wanted["clip_norm"]
         self.forget()
 
@@ -231,7 +247,7 @@ class Framework(Base):
                 if tuple(array.shape) != tuple(tensor.shape):
                     raise ValueError("torch: %s has shape %s, not %s" % (name, tuple(tensor.shape), tuple(array.shape)))
                 tensor.copy_(torch.from_numpy(writable(array)))
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         self.forget()
         # the same dropout masks after every load
         torch.manual_seed(self.run["seed"])
@@ -262,11 +278,12 @@ class Framework(Base):
             if scaler is not None:
                 scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
-        if scaler is None:
-            self.optimizer.step()
-        else:
-            scaler.step(self.optimizer)
-            scaler.update()
+        with self.stepping():
+            if scaler is None:
+                self.optimizer.step()
+            else:
+                scaler.step(self.optimizer)
+                scaler.update()
         return loss, correct
 
     def gradient(self, batch):
@@ -277,12 +294,14 @@ class Framework(Base):
         inputs, targets = batch
         if not self.network.training:
             self.trained.train()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         loss, output = self.loss_and_output(inputs, targets)
         if self.scaler is None:
             loss.backward()
         else:
             self.scaler.scale(loss).backward()
+        if self.distributed:
+            ranks.reduced(self.optimizer)
         loss = loss.detach()
         if self.copy_outputs:
             loss = loss.clone()
@@ -309,7 +328,7 @@ class Framework(Base):
 
     def meet(self):
         if self.distributed:
-            torch.distributed.barrier()
+            ranks.meet()
 
     def value(self, handle):
         return float(handle if handle.dim() == 0 else handle[(0,) * handle.dim()])
@@ -396,7 +415,7 @@ class Framework(Base):
 
     def close(self):
         if self.distributed:
-            torch.distributed.destroy_process_group()
+            ranks.leave()
 
 
 def has_code(architectures, capability):

@@ -1,5 +1,6 @@
 """Several ranks of PyTorch, one replica each: DistributedDataParallel, over gloo on the CPU and NCCL on GPUs."""
 
+import contextlib
 import datetime
 import os
 import warnings
@@ -15,10 +16,11 @@ def backend(device):
     return "nccl" if device == "gpu" else "gloo"
 
 
-def check(device):
-    """Raise Unsupported where this build can not reduce gradients on `device` (cpu or gpu)."""
-    if not distributed.is_available() or not distributed.is_backend_available(backend(device)):
-        raise Unsupported("this build of PyTorch (%s) has no %s for several replicas" % (torch.__version__, backend(device)))
+def check(run):
+    """Raise Unsupported where this build can not reduce gradients on the run's device."""
+    wanted = backend(run["device"])
+    if not distributed.is_available() or not distributed.is_backend_available(wanted):
+        raise Unsupported("this build of PyTorch (%s) has no %s for several replicas" % (torch.__version__, wanted))
 
 
 def join(run, rank, device):
@@ -51,3 +53,24 @@ def parallel(module, device, compiled):
             gradient_as_bucket_view=True,
             static_graph=not compiled,
         )
+
+
+def optimizer(plain, named):
+    """The optimiser itself: it is the module that reduces."""
+    return plain
+
+
+def reduced(optimizer):
+    """The backward pass has waited for the averaged gradients."""
+
+
+def stepping(optimizer):
+    return contextlib.nullcontext()
+
+
+def meet():
+    distributed.barrier()
+
+
+def leave():
+    distributed.destroy_process_group()

@@ -1,0 +1,403 @@
+"""JAX with Flax and Optax, 0.10 and newer. The layers are in `jax_layers`."""
+
+import importlib.metadata
+import os
+import platform
+
+import numpy
+
+from .base import Base, Unsupported
+
+# Set by load_library: importing JAX is timed, and reads the environment.
+jax = None
+layers = None
+optax = None
+
+#: jax_default_matmul_precision, which convolutions follow, too; with bf16 nothing is computed from float32
+MATMUL_PRECISION = {"fp32": "highest", "tf32": "tensorfloat32", "bf16": None}
+#: XLA's compute threads on the CPU have this name
+POOL = "tf_XLAEigen"
+
+
+class Framework(Base):
+    """All replicas in one rank: a mesh of the CPU devices or GPUs with one axis, `replicas`.
+
+    Parameters lie whole on every device, batches are split along their first axis; of a step over them XLA makes one program with the
+    reductions in it. It computes what one device would, batch norm included: its statistics are those of the global batch.
+    """
+
+    ops = frozenset(
+        (
+            "linear",
+            "tied_linear",
+            "conv2d",
+            "max_pool",
+            "avg_pool",
+            "global_avg_pool",
+            "batch_norm",
+            "layer_norm",
+            "lrn",
+            "relu",
+            "tanh",
+            "sigmoid",
+            "softmax",
+            "gelu",
+            "dropout",
+            "add",
+            "concat",
+            "channel_pad_shortcut",
+            "flatten",
+            "embedding",
+            "position_embedding",
+            "class_token",
+            "patches_to_tokens",
+            "select_token",
+            "lstm",
+            "attention",
+            "masked_mean",
+        )
+    )
+    precisions = {"cpu": ("fp32", "bf16"), "gpu": ("fp32", "tf32", "bf16")}
+    compile_modes = ("off", "on")
+    memory_formats = ("channels_last",)
+    max_replicas = 1024
+    replicas_per_rank = "all"
+    frozen_parameters = True
+
+    def __init__(self, run):
+        Base.__init__(self, run)
+        self.gpu = run["device"] == "gpu"
+        self.settings = run["framework"]
+        self.compile = self.settings.get("compile", "off")
+        self.replicas = run["replicas"]
+        for op in self.spec["ops"]:
+            if op["op"] == "batch_norm" and op["variance"] != "biased":
+                self.deviations[op["name"]] = "running variance is biased, the spec's is %s" % op["variance"]
+
+    # -- before anything is built -------------------------------------------------------------------------------------
+    def load_library(self):
+        global jax, layers, optax
+        if self.gpu:
+            # memory as it is needed, not three quarters of the GPU at once
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+            if not self.settings.get("autotune"):
+                add_xla_flag("--xla_gpu_autotune_level=0")
+            if self.settings.get("deterministic"):
+                add_xla_flag("--xla_gpu_deterministic_ops=true")
+        else:
+            # The size of XLA's thread pools. Without it they are as large as the CPU affinity, which is not set for every run.
+            os.environ["NPROC"] = str(self.run["threads"] * self.replicas)
+        import jax as library
+        import optax as optimizers
+
+        from . import jax_layers
+
+        jax, layers, optax = library, jax_layers, optimizers
+
+    def versions(self):
+        found = {"framework": jax.__version__, "python": platform.python_version(), "numpy": numpy.__version__}
+        wanted = {"jaxlib": "jaxlib", "flax": "flax", "optax": "optax"}
+        if self.gpu:
+            wanted.update({"cuda": "nvidia-cuda-runtime", "cudnn": "nvidia-cudnn-cu13", "nccl": "nvidia-nccl-cu13"})
+        for key, distribution in wanted.items():
+            try:
+                found[key] = importlib.metadata.version(distribution)
+            except importlib.metadata.PackageNotFoundError:
+                pass  # a part of the system then
+        return found
+
+    def check(self):
+        Base.check(self)
+        if self.gpu:
+            self.check_gpu()
+
+    def check_gpu(self):
+        plugins = [point.name for point in importlib.metadata.entry_points(group="jax_plugins")]
+        if not any("cuda" in name for name in plugins):
+            raise Unsupported("this installation of JAX (%s) has no CUDA" % jax.__version__, "install jax[cuda13], or device=cpu")
+        # named, so that it does not fall back to the CPU
+        jax.config.update("jax_platforms", "cuda")
+        try:
+            gpus = jax.devices()
+        except RuntimeError as error:
+            raise Unsupported("JAX %s sees no GPU: %s" % (jax.__version__, " ".join(str(error).split())[:300])) from None
+        if len(gpus) < self.replicas:
+            raise Unsupported("JAX %s sees %d GPUs, not %d" % (jax.__version__, len(gpus), self.replicas))
+        capability = float(gpus[0].compute_capability)
+        if capability < 8 and self.run["precision"] in ("tf32", "bf16"):
+            raise Unsupported(
+                "precision=%s needs compute capability 8.0 or newer, this GPU has %.1f" % (self.run["precision"], capability)
+            )
+
+    # -- set up ----------------------------------------------------------------------------------------------------------
+    def setup(self):
+        if not self.gpu:
+            jax.config.update("jax_platforms", "cpu")
+            if self.replicas > 1:
+                jax.config.update("jax_num_cpu_devices", self.replicas)
+        jax.config.update("jax_default_matmul_precision", MATMUL_PRECISION[self.run["precision"]])
+        self.devices = jax.devices()[: self.replicas]
+        mesh = jax.sharding.Mesh(numpy.array(self.devices), ("replicas",))
+        self.everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        self.split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("replicas"))
+
+    def build(self):
+        spec = self.spec
+        half = self.run["precision"] == "bf16"
+        self.dtype = jax.numpy.dtype("bfloat16" if half else "float32")
+        self.network = layers.network_of(spec, self.dtype, flash=self.gpu and half)
+        self.loss = layers.loss_of(spec)
+        self.classes = spec["loss"]["op"] == "softmax_cross_entropy"
+        self.random = any(op["op"] == "dropout" and op["rate"] > 0 for op in spec["ops"])
+        self.places = layers.places_of(spec)
+        self.state_names = [state["name"] for state in spec["states"]]
+        self.trained_names = [parameter["name"] for parameter in self.trained_parameters()]
+        self.trained = self.frozen = self.states = self.momentum = self.key = self.pending = None
+        self.optimizer = self.build_optimizer()
+        self.compile_functions()
+        self.check_places()
+
+    def check_places(self):
+        """Keep the shapes of what Flax would initialise; it must be what the spec names and nothing else."""
+        shape = (1,) + tuple(self.spec["input"]["shape"])
+        kind = "int32" if self.spec["input"]["kind"] == "tokens" else "float32"
+        example = jax.eval_shape(layers.to_nhwc, jax.ShapeDtypeStruct(shape, kind))
+        made = dict(jax.eval_shape(lambda x: self.network.init(jax.random.key(0), x, False), example))
+        self.shapes = layers.flat(self.places, made, self.places)
+        if len(jax.tree.leaves(made)) != len(self.shapes):
+            raise ValueError("jax: Flax has %d arrays where the spec has %d" % (len(jax.tree.leaves(made)), len(self.shapes)))
+
+    def build_optimizer(self):
+        """Optax's chain is the spec's form: the global norm is clipped, then decay is added, then v = momentum·v + g."""
+        wanted = self.run["optimizer"]
+        if wanted["name"] != "sgd":
+            raise Unsupported("jax: this adapter has no mapping for optimizer %s" % wanted["name"])
+        parts = []
+        if wanted["clip_norm"] is not None:
+            parts.append(optax.clip_by_global_norm(wanted["clip_norm"]))
+        if wanted["weight_decay"]:
+            decayed = {parameter["name"]: parameter["decay"] for parameter in self.trained_parameters()}
+            parts.append(optax.add_decayed_weights(wanted["weight_decay"], mask=decayed))
+        parts.append(optax.sgd(wanted["learning_rate"], momentum=wanted["momentum"] or None))
+        return optax.chain(*parts)
+
+    def compile_functions(self):
+        """What the steps call. With compile=off these are the same functions, each operation run on its own."""
+
+        def compiled(function, donated=(), out=None):
+            if self.compile == "off":
+                return function
+            return jax.jit(function, donate_argnums=donated, out_shardings=out)
+
+        # of several devices' gradients and states each gets the whole
+        whole = self.everywhere
+        self.steps = {
+            counting: compiled(lambda *arguments, counting=counting: self.train_step(counting, *arguments), (0, 1, 2, 3), whole)
+            for counting in (False, True)
+        }
+        self.with_gradients = compiled(self.loss_and_gradients, (), whole)
+        self.infer = compiled(lambda *arguments: self.apply(False, *arguments)[0])
+        self.infer_training = compiled(lambda *arguments: self.apply(True, *arguments)[0])
+        self.judge = compiled(self.judged, (), whole)
+        self.prepare = compiled(layers.to_nhwc)
+        self.first = compiled(lambda array: array[(0,) * array.ndim])
+
+    # -- the functions that are compiled: their arguments are all they read -----------------------------------------------
+    def apply(self, training, trained, frozen, states, key, inputs):
+        """(output, target, new states); target is None where no op of the network is one."""
+        arrays = dict(trained)
+        arrays.update(frozen)
+        arrays.update(states)
+        (output, target), changed = self.network.apply(
+            layers.nested(self.places, arrays),
+            inputs,
+            training,
+            rngs={"dropout": key} if training and self.random else None,
+            mutable=["batch_stats"] if training else [],
+        )
+        return output, target, layers.flat(self.places, changed, states) if training else states
+
+    def loss_and_output(self, training, trained, frozen, states, key, inputs, targets):
+        """(mean loss, (output, targets, new states))."""
+        output, target, states = self.apply(training, trained, frozen, states, key, inputs)
+        if target is not None:
+            targets = jax.lax.stop_gradient(target)
+        elif targets is None:
+            targets = inputs
+        return self.loss(output, targets), (output, targets, states)
+
+    def loss_and_gradients(self, trained, frozen, states, key, inputs, targets):
+        """(mean loss, gradients, output, new states)."""
+        loss = jax.value_and_grad(lambda trained, *others: self.loss_and_output(True, trained, *others), has_aux=True)
+        (mean, (output, _, states)), gradients = loss(trained, frozen, states, key, inputs, targets)
+        return mean, gradients, output, states
+
+    def train_step(self, counting, trained, momentum, states, key, frozen, inputs, targets):
+        now = key
+        if self.random:
+            key, now = jax.random.split(key)
+        loss, gradients, output, states = self.loss_and_gradients(trained, frozen, states, now, inputs, targets)
+        updates, momentum = self.optimizer.update(gradients, momentum, trained)
+        correct = self.correct(output, targets) if counting else None
+        return optax.apply_updates(trained, updates), momentum, states, key, loss, correct
+
+    def correct(self, output, targets):
+        """Number of correct answers."""
+        return (output.argmax(-1) == targets).sum() if self.classes else jax.numpy.zeros((), "int32")
+
+    def judged(self, trained, frozen, states, inputs, targets):
+        loss, (output, targets, _) = self.loss_and_output(False, trained, frozen, states, None, inputs, targets)
+        return loss, self.correct(output, targets)
+
+    # -- parameters ---------------------------------------------------------------------------------------------------------
+    def load(self, arrays):
+        if set(arrays) != set(self.places):
+            raise ValueError("jax: load needs exactly these arrays, wrong: %s" % sorted(set(arrays) ^ set(self.places)))
+        placed = {}
+        for name, (_, _, axes) in self.places.items():
+            array = numpy.asarray(arrays[name], numpy.float32)
+            array = array if axes is None else array.transpose(axes)
+            if array.shape != self.shapes[name].shape:
+                raise ValueError("jax: %s has shape %s, not %s" % (name, array.shape, self.shapes[name].shape))
+            # a copy: a step gives the memory of its arguments away
+            placed[name] = jax.device_put(numpy.array(array, order="C"), self.everywhere, may_alias=False)
+        self.trained = {name: placed.pop(name) for name in self.trained_names}
+        self.states = {name: placed.pop(name) for name in self.state_names}
+        self.frozen = placed
+        self.momentum = jax.device_put(self.optimizer.init(self.trained), self.everywhere)
+        # the same dropout masks after every load
+        self.key = jax.device_put(jax.random.key(self.run["seed"]), self.everywhere) if self.random else None
+        self.sync()
+
+    def values(self):
+        """{the spec's name: array in Flax's layout} of everything; zeros before the first load."""
+        if self.trained is None:
+            return {name: numpy.zeros(shape.shape, numpy.float32) for name, shape in self.shapes.items()}
+        values = dict(self.trained)
+        values.update(self.frozen)
+        values.update(self.states)
+        return values
+
+    def read(self):
+        return self.to_canonical(self.values())
+
+    def read_replicas(self):
+        values = self.values()
+        return [self.to_canonical({name: on(device, array) for name, array in values.items()}) for device in self.devices]
+
+    def to_canonical(self, values):
+        return {name: layers.canonical(array, self.places[name][2]) for name, array in values.items()}
+
+    # -- one batch ---------------------------------------------------------------------------------------------------------
+    def to_device(self, inputs, targets):
+        """On the CPU the arrays may be used in place: do not write into them before the step is done."""
+        # the last batch of a test set may not be divisible: then every replica computes all of it
+        where = self.split if len(inputs) % self.replicas == 0 else self.everywhere
+        kind = self.spec["target"]["kind"]
+        placed = self.placed(inputs, where)
+        if targets is None or kind in ("input", "op"):
+            return placed, None
+        return placed, self.placed(numpy.asarray(targets, "int32") if kind == "class" else targets, where)
+
+    def placed(self, array, where):
+        array = jax.device_put(array, where)
+        return self.prepare(array) if array.ndim == 4 else array
+
+    def step(self, batch):
+        self.trained, self.momentum, self.states, self.key, loss, correct = self.steps[self.with_accuracy](
+            self.trained, self.momentum, self.states, self.key, self.frozen, *batch
+        )
+        self.pending = loss
+        return loss, correct
+
+    def gradient(self, batch):
+        self.pending = None
+        loss, gradients, _, self.states = self.with_gradients(self.trained, self.frozen, self.states, self.key, *batch)
+        self.pending = (loss, gradients)
+        return loss, None
+
+    def forward(self, batch):
+        self.pending = self.infer(self.trained, self.frozen, self.states, None, batch[0])
+        return self.pending, None
+
+    def sync(self):
+        jax.block_until_ready((self.pending, self.trained, self.momentum, self.states))
+
+    def value(self, handle):
+        return float(handle if handle.ndim == 0 else self.first(handle))
+
+    def probe(self):
+        if not self.trained_names:
+            return 0.0
+        array = self.trained[self.trained_names[-1]]
+        return sum(float(self.first(on(device, array))) for device in self.devices)
+
+    def evaluate(self, batch):
+        loss, correct = self.judge(self.trained, self.frozen, self.states, *batch)
+        return float(loss), int(correct)
+
+    # -- for the ladder -------------------------------------------------------------------------------------------------------
+    def output(self, batch, training):
+        infer = self.infer_training if training else self.infer
+        output = infer(self.trained, self.frozen, self.states, self.key, batch[0])
+        return layers.canonical(layers.from_nhwc(output), None)
+
+    def gradients(self, batch):
+        found = self.with_gradients(self.trained, self.frozen, self.states, self.key, *batch)[1]
+        return self.to_canonical(found)
+
+    # -- facts ------------------------------------------------------------------------------------------------------------------
+    def peak_memory_mb(self):
+        if not self.gpu:
+            return None
+        return max(device.memory_stats()["peak_bytes_in_use"] for device in self.devices) / 1e6
+
+    def effective(self):
+        found = {
+            "device": ", ".join(device.device_kind if self.gpu else str(device) for device in self.devices),
+            "precision": self.effective_precision(),
+            "deterministic": not self.gpu or "--xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", ""),
+            "memory_format": "channels_last",
+            "compile": "on" if hasattr(self.steps[False], "lower") else "off",
+            "autotune": self.gpu and "--xla_gpu_autotune_level=0" not in os.environ.get("XLA_FLAGS", ""),
+        }
+        if not self.gpu:
+            found["threads"] = pool_threads() // self.replicas
+        return found
+
+    def effective_precision(self):
+        if self.network.dtype != jax.numpy.float32:
+            return "bf16"
+        found = jax.config.jax_default_matmul_precision
+        return next((name for name, wanted in MATMUL_PRECISION.items() if wanted == found), str(found))
+
+    def is_oom(self, error):
+        """XLA says it in its status, on the CPU and on GPUs, at a call or at the next wait."""
+        words = str(error)
+        return isinstance(error, jax.errors.JaxRuntimeError) and (
+            "RESOURCE_EXHAUSTED" in words or "out of memory" in words.lower() or "CUDA_ERROR_OUT_OF_MEMORY" in words
+        )
+
+
+def on(device, array):
+    """What one device holds of an array."""
+    return next(shard.data for shard in array.addressable_shards if shard.device == device)
+
+
+def add_xla_flag(flag):
+    """XLA reads them when its first client is made; a user's own (framework.env) stay."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    if flag not in flags:
+        os.environ["XLA_FLAGS"] = " ".join(flags + [flag])
+
+
+def pool_threads():
+    """How many compute threads XLA has on the CPU, counted in this process."""
+    count = 0
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            with open("/proc/self/task/%s/comm" % thread) as source:
+                count += source.read().strip() == POOL
+        except (IOError, OSError):
+            continue  # it ended meanwhile
+    return count
