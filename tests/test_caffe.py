@@ -57,7 +57,7 @@ CASES: dict[str, Spec] = {
     "a frozen LSTM above a trained embedding": sequence(classes(4), ("lstm", "lstm", {"hidden": 3, "trained": False})),
     "a sum of both orders": sequence(classes(4), LSTM, ("position_embedding", "place", {}), ("add", "sum", {"inputs": ["lstm", "place"]})),
     "back to the batch first and again": sequence(
-        classes(4), LSTM, ("position_embedding", "place", {}), LSTM[:1] + ("lstm2",) + LSTM[2:], ("select_token", "last", {"index": -1})
+        classes(4), LSTM, ("position_embedding", "place", {}), ("lstm", "lstm2", {"hidden": 6}), ("select_token", "last", {"index": -1})
     ),
     "the target trains": target_that_trains(),
     "frozen in the middle": frozen_in_the_middle(),

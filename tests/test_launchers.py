@@ -7,14 +7,16 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from conftest import QUICK, ROOT, Result, run_folder_in_phase, stored_runs, wait_for, workers_of
+from conftest import QUICK, ROOT, Result, stored_runs, wait_for, workers_of
 
 LAUNCHERS = ROOT / "launchers"
 LOCAL = ["sh", str(LAUNCHERS / "local.sh"), "framework=fake", "data=synthetic", *QUICK]
+CELLS = ["seed=1,2,3", "framework.step_ms=1,400"]
 ENV = {**os.environ, "PYTHON": sys.executable}
 
 
@@ -23,20 +25,30 @@ def local(folder: Path, *arguments: str) -> Result:
     return Result(done.returncode, done.stdout, done.stderr, folder)
 
 
-def test_an_interrupted_sweep_goes_on_where_it_ended(tmp_path: Path) -> None:
-    cells = ["seed=1,2,3", "framework.step_ms=1,400"]  # the second cell of each pair takes its time
-    process = subprocess.Popen([*LOCAL, *cells], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENV)
-    second = wait_for(lambda: [one for one in tmp_path.glob("outputs/*/*/001-*") if run_folder_in_phase(one.parents[1], "iteration")])
-    wait_for(lambda: workers_of(second[0]), what="workers of the second cell")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
-    wait_for(lambda: not workers_of(second[0]), what="end of the workers")
-    states = [run.data.tags["outcome"] for run in stored_runs(tmp_path)]
-    assert len(states) == 2 and states[1] == "interrupted"
-    result = local(tmp_path, "seed=1,2,3", "framework.step_ms=1,400")
+@pytest.fixture
+def sweep(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A sweep of six cells, every second of which takes its time."""
+    process = subprocess.Popen([*LOCAL, *CELLS], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENV)
+    yield process
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def test_an_interrupted_sweep_goes_on_where_it_ended(sweep: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    def measuring() -> list[Path]:
+        events = tmp_path.glob("outputs/*/*/001-*/events.0.jsonl")
+        return [path.parent for path in events if '"name": "iteration"' in path.read_text()]
+
+    (second,) = wait_for(measuring, 120, "second cell")
+    sweep.send_signal(signal.SIGINT)
+    assert sweep.wait(60) == 130
+    wait_for(lambda: not workers_of(second), what="end of the workers")
+    assert [run.data.tags["outcome"] for run in stored_runs(tmp_path)][1:] == ["interrupted"]
+    result = local(tmp_path, *CELLS)
     assert result.code == 0, result
     assert len(result.outcomes) == 5, result
-    assert local(tmp_path, "seed=1,2,3", "framework.step_ms=1,400").code == 0
+    assert local(tmp_path, *CELLS).code == 0
     assert len(stored_runs(tmp_path)) == 2 + 5
 
 

@@ -44,8 +44,7 @@ def test_a_version_for_other_pythons_says_so(place: Place) -> None:
     old.rename(place.wheels / "tiny-0.5.0-cp27-cp27mu-manylinux1_x86_64.whl")
     place.lock("tiny.cpu", "tiny==1.0.0")
     error = refused("tiny", "cpu", None, "0.5.0")
-    assert "cp27mu" in error.message and "1.0.0" in error.hint and "framework.python" in error.hint
-    assert "nearest" not in refused("tiny", "gpu" if False else "cpu", None, "0.5.0").message
+    assert "`cp27`" in error.message and "1.0.0" in error.hint and "framework.python" in error.hint
 
 
 def test_a_pin_that_is_kept_and_does_not_fit_is_no_missing_version(place: Place) -> None:

@@ -60,6 +60,30 @@ def test_syntax_of_3_6() -> None:
     assert done.returncode == 0, done.stdout
 
 
+#: Imports each module named on the command line; prints those that need what is not there.
+IMPORT = """
+import importlib, runpy, sys
+runpy.run_path(sys.argv[1])["register_package"]()
+for name in sys.argv[2:]:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        print(name, error.name)
+"""
+
+
+@pytest.mark.parametrize("version", ["3.6", "3.8"])
+def test_every_module_can_be_imported(with_numpy, version: str) -> None:  # type: ignore[no-untyped-def]
+    """Without any framework: an adapter imports its own in load_library, and only its helpers at their top."""
+    names = [".".join(path.relative_to(WORKER.parent).with_suffix("").parts) for path in sorted(WORKER.rglob("*.py"))]
+    done = subprocess.run([with_numpy(version), "-I", "-B", "-c", IMPORT, WORKER, *names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    missing = dict(line.split() for line in done.stdout.splitlines())
+    assert not any(name.split(".")[-1].startswith("on_") or "frameworks" not in name for name in missing), missing
+    for name, module in missing.items():
+        assert module.split(".")[0] in name.split(".")[-1].split("_"), f"{name} needs {module}"
+
+
 def test_only_the_standard_library_and_numpy_are_imported() -> None:
     """A framework is imported only inside its own on_<framework>.py (and files named after it)."""
     for path in WORKER.rglob("*.py"):

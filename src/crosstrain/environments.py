@@ -240,7 +240,7 @@ def _plan(uv: Uv, lock: locks.Lock, version: str | None, install: list[str]) -> 
         found = " and ".join(dict.fromkeys(one for one in near if one))
         # The nearest may be the wanted one itself, where something else does not fit.
         hint = f"nearest for Python {lock.python}: {found}; " if found and version not in near else ""
-        if "ABI tag" in error.message:
+        if "found wheels for" in error.message:
             hint += "in an environment of your own with another Python, framework.python uses it; "
         raise OutcomeError("env_missing", error.message, hint + error.hint) from None
 

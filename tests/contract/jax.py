@@ -18,4 +18,4 @@ SETTINGS = {
 DEVIATIONS = {"batch_norm unbiased": "running variance is biased,"}
 UNSUPPORTED: dict[str, str] = {}
 UNSUPPORTED_NETWORKS: dict[str, str] = {}
-DEVICES = {1: "TFRT_CPU_0", 2: "TFRT_CPU_0, TFRT_CPU_1"}
+DEVICES = {1: "cpu:0", 2: "cpu:0, cpu:1"}

@@ -13,7 +13,7 @@ from crosstrain.environments import Environment
 
 #: What of the driver's environment a worker sees; everything else would make runs differ from shell to shell.
 PASSED = "PATH HOME USER LOGNAME TMPDIR LD_LIBRARY_PATH LANG TZ XDG_CACHE_HOME OPENBLAS_CORETYPE OPENBLAS_L2_SIZE".split()
-PASSED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "UCX_", "SLURM_")
+PASSED_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "NVSHMEM_", "TORCH_SYMM_MEM_", "UCX_", "SLURM_")
 PROXIES = ("http_proxy", "https_proxy", "no_proxy", "all_proxy")
 
 

@@ -359,6 +359,8 @@ class Framework(Base):
             "compile": "off",
             "autotune": False,
         }
+        if any(op["op"] == "batch_norm" for op in self.spec["ops"]):
+            found["batch_norm"] = "Reduction, Bias, Power and Scale (BatchNorm can not train)"
         if openblas() is not None:
             found["threads"] = openblas().openblas_get_num_threads()
         return found

@@ -1,6 +1,5 @@
 """JAX with Flax and Optax, 0.10 and newer. The layers are in `jax_layers`."""
 
-import importlib.metadata
 import os
 import platform
 
@@ -95,6 +94,8 @@ class Framework(Base):
         jax, layers, optax = library, jax_layers, optimizers
 
     def versions(self):
+        import importlib.metadata  # here, since Python 3.6 has none and this file can be imported there
+
         found = {"framework": jax.__version__, "python": platform.python_version(), "numpy": numpy.__version__}
         wanted = {"jaxlib": "jaxlib", "flax": "flax", "optax": "optax"}
         if self.gpu:
@@ -112,6 +113,8 @@ class Framework(Base):
             self.check_gpu()
 
     def check_gpu(self):
+        import importlib.metadata
+
         plugins = [point.name for point in importlib.metadata.entry_points(group="jax_plugins")]
         if not any("cuda" in name for name in plugins):
             raise Unsupported("this installation of JAX (%s) has no CUDA" % jax.__version__, "install jax[cuda13], or device=cpu")
@@ -354,7 +357,7 @@ class Framework(Base):
 
     def effective(self):
         found = {
-            "device": ", ".join(device.device_kind if self.gpu else str(device) for device in self.devices),
+            "device": ", ".join(device.device_kind if self.gpu else "cpu:%d" % device.id for device in self.devices),
             "precision": self.effective_precision(),
             "deterministic": not self.gpu or "--xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", ""),
             "memory_format": "channels_last",

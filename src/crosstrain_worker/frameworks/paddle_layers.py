@@ -174,8 +174,8 @@ class Network(nn.Layer):
     """(N, …input shape) → the output of the op `spec["output"]`; where an op is the target, (that, the target's output).
 
     `slots` maps the spec's parameter and state names to Slots. `derived` are the tensors that get a gradient even where they are not
-    trained: the backward pass of Paddle's fused LSTM fails when it has not to give them all. The plan holds, for each op, its layer, the places of its inputs among
-    the values, and the places nobody needs after it: they are freed, as a hand-written forward frees its local names.
+    trained: the backward pass of Paddle's fused LSTM fails when it has not to give them all. The plan holds, for each op, its layer,
+    the places of its inputs among the values, and the places nobody needs after it: they are freed, as a hand-written forward does.
     """
 
     def __init__(self, spec):
