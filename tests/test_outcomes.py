@@ -220,3 +220,13 @@ def test_others_on_the_leased_cpus_contaminate(train: Train) -> None:
     assert "of the leased CPUs" in result.only["reason"]
     assert (result.code, result.runs[0].info.status) == (0, "FINISHED")
     assert "step_ms" in result.runs[0].data.metrics
+
+
+def test_a_library_that_does_not_load_costs_an_artifact_and_nothing_else(tmp_path: Path) -> None:
+    """Found with a broken pyarrow: the whole sweep ended in its traceback, after the measuring."""
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "pyarrow.py").write_text("raise ImportError('libarrow.so: no such file')\n")
+    result = run_train(tmp_path, "-m", *FAKE, "framework.step_ms=1,2", *QUICK, env={"PYTHONPATH": str(tmp_path / "broken")})
+    assert result.code == 0, result
+    assert "an artifact is missing: ImportError: libarrow.so: no such file" in result.out
+    assert [run.info.status for run in result.runs] == ["FINISHED"] * 2 and all("step_ms" in run.data.metrics for run in result.runs)

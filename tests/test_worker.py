@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import PUBLISHED, QUICK, ROOT, Train, needs
-from crosstrain import interpreters, paths
+from crosstrain import interpreters, locks, paths
 from crosstrain.errors import OutcomeError
 from crosstrain.uv_process import uv_program
 
@@ -84,8 +84,17 @@ def test_every_module_can_be_imported(with_numpy, version: str) -> None:  # type
         assert module.split(".")[0] in name.split(".")[-1].split("_"), f"{name} needs {module}"
 
 
+def in_environment(framework: str) -> set[str]:
+    """What may be imported beside a framework: the packages of its locks."""
+    found = {framework}
+    for lock in locks.all_locks():
+        if lock.framework.split("-")[0] == framework:
+            found |= {module.split(".")[0] for module in lock.modules} | {name.replace("-", "_") for name, _ in lock.pins}
+    return found | ({"google"} if "protobuf" in found else set())
+
+
 def test_only_the_standard_library_and_numpy_are_imported() -> None:
-    """A framework is imported only inside its own on_<framework>.py (and files named after it)."""
+    """A framework is imported only inside its own on_<framework>.py and files named after it."""
     for path in WORKER.rglob("*.py"):
         names = set()
         for node in ast.walk(ast.parse(path.read_text())):
@@ -94,7 +103,7 @@ def test_only_the_standard_library_and_numpy_are_imported() -> None:
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 names.add((node.module or "").split(".")[0])
         own = path.stem.removeprefix("on_").split("_")[0] if path.parent.name == "frameworks" else ""
-        foreign = names - set(sys.stdlib_module_names) - {"numpy", "crosstrain_worker", own}
+        foreign = names - set(sys.stdlib_module_names) - {"numpy", "crosstrain_worker"} - in_environment(own)
         assert not foreign, f"{path.name} imports {foreign}"
         assert "crosstrain" not in names, f"{path.name} imports the driver"
 

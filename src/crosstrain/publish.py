@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from crosstrain import certificates, devices, measured, samples
+from crosstrain import certificates, devices, measured, progress, samples
 from crosstrain.outcomes import Outcome
 from crosstrain.progress import number
 from crosstrain.tracking import RunRecord, Series
@@ -20,6 +21,7 @@ from crosstrain_worker.record import ITERATION, TRAIN
 if TYPE_CHECKING:
     from crosstrain.run import State
 
+log = logging.getLogger(__name__)
 LOG_HEAD, LOG_TAIL = 64_000, 1_000_000  # bytes of a worker's log that become an artifact
 
 
@@ -195,12 +197,12 @@ def artifacts(state: State) -> list[tuple[Path, str]]:
     _environment(state)
     files = [(folder / name, "") for name in ("run.json", "environment.json")]
     files += [(path, "config") for path in sorted((folder / ".hydra").glob("*.yaml"))]
-    raw = _raw_samples(folder, int(state.run_json.get("world_size", 0)))
-    files += [(path, "") for path in raw]
-    if state.measured is not None and state.measured.outcome.kind.numbers:
-        from crosstrain import plot
-
-        files.append((plot.iterations(state.measured, state.spec, folder / "iterations.png"), ""))
+    for make in (_raw_samples, _plot):
+        try:
+            files += [(path, "") for path in make(state)]
+        except Exception as error:  # a library that does not load here must not cost the numbers
+            log.exception("an artifact could not be made")
+            progress.say(f"  an artifact is missing: {type(error).__name__}: {error}")
     logs = [folder / "train.log", *sorted(folder.glob("worker.*.out")), *sorted(folder.glob("worker.*.err"))]
     logs += sorted(folder.glob("launcher.*"))
     logs += sorted(folder.glob("events.*.jsonl")) + sorted(folder.glob("result.*.json"))
@@ -208,10 +210,10 @@ def artifacts(state: State) -> list[tuple[Path, str]]:
     return [(path, to) for path, to in files if path.is_file()]
 
 
-def _raw_samples(folder: Path, ranks: int) -> list[Path]:
+def _raw_samples(state: State) -> list[Path]:
     """samples.parquet of all ranks' rows, those of broken files included as far as they are whole."""
-    rows = []
-    for rank in range(ranks):
+    rows, folder = [], state.folder
+    for rank in range(int(state.run_json.get("world_size", 0))):
         try:
             rows.append(samples.read(folder / f"samples.{rank}.bin"))
         except samples.SamplesError as error:
@@ -220,6 +222,14 @@ def _raw_samples(folder: Path, ranks: int) -> list[Path]:
         return []
     samples.write_parquet(rows, folder / "samples.parquet")
     return [folder / "samples.parquet"]
+
+
+def _plot(state: State) -> list[Path]:
+    if state.measured is None or not state.measured.outcome.kind.numbers:
+        return []
+    from crosstrain import plot
+
+    return [plot.iterations(state.measured, state.spec, state.folder / "iterations.png")]
 
 
 def _environment(state: State) -> None:

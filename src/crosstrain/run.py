@@ -234,9 +234,10 @@ def close(state: State, outcome: Outcome, sweep_folder: Path) -> dict[str, Any]:
         record.save(state.folder)
         tracking.finish(state.mlflow_run_id, record)
         stored = True
-    except TrackingError as error:
+    except Exception as error:  # whatever it is: the run has its outcome, and the sweep goes on
         log.exception("tracking failed")
-        progress.say(f"  not tracked: {error} (everything is in {state.folder})")
+        words = error if isinstance(error, TrackingError) else f"{type(error).__name__}: {error}"
+        progress.say(f"  not tracked: {words} (everything is in {state.folder})")
     overrides = list(HydraConfig.get().overrides.task)
     row = outcomes.row(
         spec.name, outcome, strict, metrics, state.mlflow_run_id, state.folder, overrides, state.keys, spec.copies

@@ -171,7 +171,7 @@ class Framework(Base):
         """The update of design.md as a graph. `gradients` are those of the sum of all losses of the batch."""
         wanted = self.run["optimizer"]
         count = float(self.run["batch_global"] * self.criterion.losses)
-        squares = [C.reduce_sum(C.square(gradient), axis=C.Axis.all_static_axes()) for gradient in gradients]
+        squares = [C.reduce_sum_square(gradient, axis=C.Axis.all_static_axes()) for gradient in gradients]
         norm = C.sqrt(C.reduce_sum(C.splice(*[C.reshape(square, (1,)) for square in squares]))) / count
         scale = C.element_min(1.0, wanted["clip_norm"] / norm) / count
         decayed = {self.slots[entry["name"]].variable.uid for entry in self.trained_parameters() if entry["decay"]}

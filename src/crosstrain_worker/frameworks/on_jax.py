@@ -21,8 +21,10 @@ POOL = "tf_XLAEigen"
 class Framework(Base):
     """All replicas in one rank: a mesh of the CPU devices or GPUs with one axis, `replicas`.
 
-    Parameters lie whole on every device, batches are split along their first axis; of a step over them XLA makes one program with the
-    reductions in it. It computes what one device would, batch norm included: its statistics are those of the global batch.
+    Parameters lie whole on every device, batches are split along their first axis. Several replicas: the step is mapped over them
+    (shard_map) with the mean of their gradients in it, and XLA makes one program of it all. States then have a first axis of replicas:
+    batch norm's statistics are each replica's own. (Left to jit alone they would be those of the global batch, at the price of two
+    reductions for every batch norm.)
     """
 
     ops = frozenset(
@@ -72,6 +74,7 @@ class Framework(Base):
         for op in self.spec["ops"]:
             if op["op"] == "batch_norm" and op["variance"] != "biased":
                 self.deviations[op["name"]] = "running variance is biased, the spec's is %s" % op["variance"]
+        self.declare_own_statistics()
 
     # -- before anything is built -------------------------------------------------------------------------------------
     def load_library(self):
@@ -113,7 +116,8 @@ class Framework(Base):
             self.check_gpu()
 
     def check_gpu(self):
-        import importlib.metadata
+        import functools
+import importlib.metadata
 
         plugins = [point.name for point in importlib.metadata.entry_points(group="jax_plugins")]
         if not any("cuda" in name for name in plugins):
@@ -140,9 +144,9 @@ class Framework(Base):
                 jax.config.update("jax_num_cpu_devices", self.replicas)
         jax.config.update("jax_default_matmul_precision", MATMUL_PRECISION[self.run["precision"]])
         self.devices = jax.devices()[: self.replicas]
-        mesh = jax.sharding.Mesh(numpy.array(self.devices), ("replicas",))
-        self.everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        self.split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("replicas"))
+        self.mesh = jax.sharding.Mesh(numpy.array(self.devices), ("replicas",))
+        self.everywhere = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+        self.split = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec("replicas"))
 
     def build(self):
         spec = self.spec
@@ -186,24 +190,31 @@ class Framework(Base):
 
     def compile_functions(self):
         """What the steps call. With compile=off these are the same functions, each operation run on its own."""
+        whole, part = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("replicas")
 
-        def compiled(function, donated=(), out=None):
-            if self.compile == "off":
-                return function
-            return jax.jit(function, donate_argnums=donated, out_shardings=out)
+        def compiled(function, given, gives, donated=()):
+            """`given`, `gives`: of each argument and result, whether replicas have all of it (whole) or their own part."""
+            if self.replicas > 1:
+                function = jax.shard_map(function, mesh=self.mesh, in_specs=given, out_specs=gives, check_vma=False)
+            return function if self.compile == "off" else jax.jit(function, donate_argnums=donated)
 
-        # of several devices' gradients and states each gets the whole
-        whole = self.everywhere
         self.steps = {
-            counting: compiled(lambda *arguments, counting=counting: self.train_step(counting, *arguments), (0, 1, 2, 3), whole)
+            counting: compiled(
+                functools.partial(self.train_step, counting),
+                (whole, whole, part, whole, whole, part, part),
+                (whole, whole, part, whole, whole, whole),
+                donated=(0, 1, 2, 3),
+            )
             for counting in (False, True)
         }
-        self.with_gradients = compiled(self.loss_and_gradients, (), whole)
-        self.infer = compiled(lambda *arguments: self.apply(False, *arguments)[0])
-        self.infer_training = compiled(lambda *arguments: self.apply(True, *arguments)[0])
-        self.judge = compiled(self.judged, (), whole)
-        self.prepare = compiled(layers.to_nhwc)
-        self.first = compiled(lambda array: array[(0,) * array.ndim])
+        values = (whole, whole, part, whole, part)
+        self.with_gradients = compiled(self.loss_and_gradients, values + (part,), (whole, whole, part, part))
+        self.infer = {
+            training: compiled(functools.partial(self.inferred, training), values, part) for training in (False, True)
+        }
+        # not mapped: the last batch of a test set may not be divisible, then every device computes all of it
+        plain = (lambda function: function) if self.compile == "off" else jax.jit
+        self.judge, self.prepare, self.first = plain(self.judged), plain(layers.to_nhwc), plain(first_element)
 
     # -- the functions that are compiled: their arguments are all they read -----------------------------------------------
     def apply(self, training, trained, frozen, states, key, inputs):
@@ -230,27 +241,49 @@ class Framework(Base):
         return self.loss(output, targets), (output, targets, states)
 
     def loss_and_gradients(self, trained, frozen, states, key, inputs, targets):
-        """(mean loss, gradients, output, new states)."""
+        """(mean loss, gradients, (output, targets), new states), the first two over the global batch."""
         loss = jax.value_and_grad(lambda trained, *others: self.loss_and_output(True, trained, *others), has_aux=True)
-        (mean, (output, _, states)), gradients = loss(trained, frozen, states, key, inputs, targets)
-        return mean, gradients, output, states
+        (mean, (output, targets, states)), gradients = loss(
+            trained, frozen, self.own(states), self.own_key(key), inputs, targets
+        )
+        if self.replicas > 1:
+            mean, gradients = jax.tree.map(lambda array: jax.lax.pmean(array, "replicas"), (mean, gradients))
+        return mean, gradients, (output, targets), self.not_own(states)
 
     def train_step(self, counting, trained, momentum, states, key, frozen, inputs, targets):
         now = key
         if self.random:
             key, now = jax.random.split(key)
-        loss, gradients, output, states = self.loss_and_gradients(trained, frozen, states, now, inputs, targets)
+        loss, gradients, answers, states = self.loss_and_gradients(trained, frozen, states, now, inputs, targets)
         updates, momentum = self.optimizer.update(gradients, momentum, trained)
-        correct = self.correct(output, targets) if counting else None
+        correct = None
+        if counting:
+            correct = self.correct(*answers)
+            correct = jax.lax.psum(correct, "replicas") if self.replicas > 1 else correct
         return optax.apply_updates(trained, updates), momentum, states, key, loss, correct
+
+    def inferred(self, training, trained, frozen, states, key, inputs):
+        return self.apply(training, trained, frozen, self.own(states), self.own_key(key), inputs)[0]
 
     def correct(self, output, targets):
         """Number of correct answers."""
         return (output.argmax(-1) == targets).sum() if self.classes else jax.numpy.zeros((), "int32")
 
     def judged(self, trained, frozen, states, inputs, targets):
-        loss, (output, targets, _) = self.loss_and_output(False, trained, frozen, states, None, inputs, targets)
+        """With the first replica's states."""
+        loss, (output, targets, _) = self.loss_and_output(False, trained, frozen, self.own(states), None, inputs, targets)
         return loss, self.correct(output, targets)
+
+    def own(self, states):
+        """The states of the replica that computes (of the first, where none does): without their axis of replicas."""
+        return {name: array[0] for name, array in states.items()} if self.replicas > 1 else states
+
+    def not_own(self, states):
+        return {name: array[None] for name, array in states.items()} if self.replicas > 1 else states
+
+    def own_key(self, key):
+        """Other dropout masks in each replica."""
+        return jax.random.fold_in(key, jax.lax.axis_index("replicas")) if self.random and self.replicas > 1 else key
 
     # -- parameters ---------------------------------------------------------------------------------------------------------
     def load(self, arrays):
@@ -262,8 +295,10 @@ class Framework(Base):
             array = array if axes is None else array.transpose(axes)
             if array.shape != self.shapes[name].shape:
                 raise ValueError("jax: %s has shape %s, not %s" % (name, array.shape, self.shapes[name].shape))
+            each = self.replicas > 1 and name in self.state_names
+            array = numpy.array([array] * self.replicas if each else array, order="C")
             # a copy: a step gives the memory of its arguments away
-            placed[name] = jax.device_put(numpy.array(array, order="C"), self.everywhere, may_alias=False)
+            placed[name] = jax.device_put(array, self.split if each else self.everywhere, may_alias=False)
         self.trained = {name: placed.pop(name) for name in self.trained_names}
         self.states = {name: placed.pop(name) for name in self.state_names}
         self.frozen = placed
@@ -272,21 +307,22 @@ class Framework(Base):
         self.key = jax.device_put(jax.random.key(self.run["seed"]), self.everywhere) if self.random else None
         self.sync()
 
-    def values(self):
-        """{the spec's name: array in Flax's layout} of everything; zeros before the first load."""
+    def read(self):
+        return self.read_replicas(self.devices[:1])[0]
+
+    def read_replicas(self, devices=None):
         if self.trained is None:
-            return {name: numpy.zeros(shape.shape, numpy.float32) for name, shape in self.shapes.items()}
+            return [self.to_canonical({name: numpy.zeros(shape.shape) for name, shape in self.shapes.items()})]
+        return [self.to_canonical(self.values(device)) for device in devices or self.devices]
+
+    def values(self, device):
+        """{the spec's name: array in Flax's layout} of what one device has."""
         values = dict(self.trained)
         values.update(self.frozen)
         values.update(self.states)
+        values = {name: on(device, array) for name, array in values.items()}
+        values.update(self.own({name: values[name] for name in self.states}))
         return values
-
-    def read(self):
-        return self.to_canonical(self.values())
-
-    def read_replicas(self):
-        values = self.values()
-        return [self.to_canonical({name: on(device, array) for name, array in values.items()}) for device in self.devices]
 
     def to_canonical(self, values):
         return {name: layers.canonical(array, self.places[name][2]) for name, array in values.items()}
@@ -294,7 +330,6 @@ class Framework(Base):
     # -- one batch ---------------------------------------------------------------------------------------------------------
     def to_device(self, inputs, targets):
         """On the CPU the arrays may be used in place: do not write into them before the step is done."""
-        # the last batch of a test set may not be divisible: then every replica computes all of it
         where = self.split if len(inputs) % self.replicas == 0 else self.everywhere
         kind = self.spec["target"]["kind"]
         placed = self.placed(inputs, where)
@@ -320,7 +355,7 @@ class Framework(Base):
         return loss, None
 
     def forward(self, batch):
-        self.pending = self.infer(self.trained, self.frozen, self.states, None, batch[0])
+        self.pending = self.infer[False](self.trained, self.frozen, self.states, None, batch[0])
         return self.pending, None
 
     def sync(self):
@@ -341,8 +376,7 @@ class Framework(Base):
 
     # -- for the ladder -------------------------------------------------------------------------------------------------------
     def output(self, batch, training):
-        infer = self.infer_training if training else self.infer
-        output = infer(self.trained, self.frozen, self.states, self.key, batch[0])
+        output = self.infer[training](self.trained, self.frozen, self.states, self.key, batch[0])
         return layers.canonical(layers.from_nhwc(output), None)
 
     def gradients(self, batch):
@@ -380,6 +414,10 @@ class Framework(Base):
         return isinstance(error, jax.errors.JaxRuntimeError) and (
             "RESOURCE_EXHAUSTED" in words or "out of memory" in words.lower() or "CUDA_ERROR_OUT_OF_MEMORY" in words
         )
+
+
+def first_element(array):
+    return array[(0,) * array.ndim]
 
 
 def on(device, array):

@@ -94,6 +94,9 @@ class Framework(Base):
             environment["FLAGS_cudnn_deterministic"] = environment["FLAGS_embedding_deterministic"] = "1"
         if self.gpu:
             environment["FLAGS_cudnn_exhaustive_search"] = "1" if self.settings.get("autotune") else "0"
+        else:
+            # The graphs of to_static run on one thread, each operator on OpenMP's: by default some more threads take operators.
+            environment.setdefault("FLAGS_enable_pir_in_executor_trace_run", "1")
         import paddle as library
 
         from . import paddle_layers, paddle_ranks
@@ -343,6 +346,7 @@ class Framework(Base):
             "compile": self.compile if layers.is_static(self.static_layer) else "off",
             "autotune": self.gpu and bool(flag("FLAGS_cudnn_exhaustive_search")),
             "onednn": bool(flag("FLAGS_use_onednn")),
+            "trace_run": bool(flag("FLAGS_enable_pir_in_executor_trace_run")),
         }
         omp, mkl = own_library("libiomp5.so"), own_library("libmklml_intel.so")
         if omp is not None:

@@ -186,8 +186,10 @@ class Framework(Base):
         if wanted["clip_norm"] is not None and gradients:
             tensor = theano.tensor
             norm = tensor.sqrt(sum(tensor.sqr(gradient).sum() for gradient in gradients))
-            scale = tensor.minimum(numpy.float32(1), theano.shared(numpy.float32(wanted["clip_norm"])) / norm)
-            gradients = [gradient * scale for gradient in gradients]
+            # Divided by, not multiplied with its inverse: Theano would draw a factor into the matrix product that makes a gradient,
+            # and so do that product twice, with the factor and, for the norm, without.
+            excess = tensor.maximum(numpy.float32(1), norm / theano.shared(numpy.float32(wanted["clip_norm"])))
+            gradients = [gradient / excess for gradient in gradients]
         found = []
         for index, (entry, parameter, gradient) in enumerate(zip(self.trained_parameters(), self.parameters, gradients)):
             if wanted["weight_decay"] and entry["decay"]:
