@@ -28,12 +28,12 @@ from crosstrain.uv_process import uv_program
 HERE = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
-def write_wheel(folder: Path, name: str, version: str, requires: tuple[str, ...] = ()) -> Path:
+def write_wheel(folder: Path, name: str, version: str, requires: tuple[str, ...] = (), content: str = "") -> Path:
     """A wheel with one package `name` that knows its __version__."""
     info = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n" + "".join(f"Requires-Dist: {r}\n" for r in requires)
     files = {
-        f"{name}/__init__.py": f"__version__ = {version!r}\n",
+        f"{name}/__init__.py": f"__version__ = {version!r}\n{content}",
         f"{info}/METADATA": metadata,
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }

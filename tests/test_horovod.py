@@ -122,7 +122,7 @@ def test_one_replica_needs_no_horovodrun_and_others_are_refused_with_the_reason(
     assert "horovod" in json.loads((folder / "environment.json").read_text())["versions"]
     assert (result.code, [row["outcome"] for row in refused]) == (1, ["unsupported"] * 3)
     assert "contiguous" in refused[0]["reason"] and "channels_last" in refused[0]["reason"]
-    assert f"fake has no Horovod, only {' and '.join(FRAMEWORKS)} have it" in refused[1]["reason"]
+    assert f"fake has no Horovod, only {', '.join(FRAMEWORKS)} have it" in refused[1]["reason"]
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_only_the_standard_library_and_numpy_are_imported() -> None:
                 names |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 names.add((node.module or "").split(".")[0])
-        own = path.stem.removeprefix("on_").split("_")[0] if path.parent.name == "frameworks" else ""
+        own = path.stem.removeprefix("on_").removeprefix("with_").split("_")[0] if path.parent.name == "frameworks" else ""
         foreign = names - set(sys.stdlib_module_names) - {"numpy", "crosstrain_worker"} - in_environment(own)
         assert not foreign, f"{path.name} imports {foreign}"
         assert "crosstrain" not in names, f"{path.name} imports the driver"

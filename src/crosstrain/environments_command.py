@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from crosstrain import bundle, environments, locks
@@ -14,7 +15,7 @@ def add_command(subparsers: argparse._SubParsersAction) -> None:
     """Add `env` to the commands; the chosen function is `args.function(args) -> exit code`."""
     parser = subparsers.add_parser("env", help="the frameworks' Python environments: list, make, remove, check, bundle")
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|make|remove|check|bundle")
-    actions.add_parser("list", help="what there is, its state and size").set_defaults(function=_list)
+    actions.add_parser("list", help="what there is, its state and size").set_defaults(function=_told(_list))
     make = actions.add_parser("make", help="make environments now instead of on first use")
     make.add_argument("names", nargs="*", metavar="FRAMEWORK", help="torch, or with the accelerator: torch.gpu")
     make.add_argument("--all", action="store_true", help="of every framework, for --accelerator")
@@ -28,7 +29,7 @@ def add_command(subparsers: argparse._SubParsersAction) -> None:
         action = actions.add_parser(name, help=text)
         action.add_argument("names", nargs="*", metavar="NAME", help="torch, torch.gpu, or a name that env list shows")
         action.add_argument("--all", action="store_true", help="all of them")
-        action.set_defaults(function=function)
+        action.set_defaults(function=_told(function))
     packed = actions.add_parser("bundle", help="put all wheels into a folder, for a machine without a network")
     packed.add_argument("names", nargs="+", metavar="NAME", help="driver, a framework, or with the accelerator: torch.gpu")
     packed.add_argument("--to", required=True, type=Path, metavar="DIR", help="the folder to make")
@@ -36,6 +37,21 @@ def add_command(subparsers: argparse._SubParsersAction) -> None:
     packed.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu", help="default: cpu")
     packed.add_argument("--version", help="another version of the framework than the lock's: 2.9.0")
     packed.set_defaults(function=_bundle)
+
+
+def _told(function: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """The same, with a cache that can not be read or written told in one line (make and bundle tell it themselves)."""
+
+    def run(args: argparse.Namespace) -> int:
+        try:
+            return function(args)
+        except BrokenPipeError:  # … | head
+            raise
+        except OSError as error:
+            hint = "CROSSTRAIN_CACHE names another folder for environments"
+            raise OutcomeError("env_missing", f"the environments can not be reached: {error}", hint) from error
+
+    return run
 
 
 def _list(_args: argparse.Namespace) -> int:

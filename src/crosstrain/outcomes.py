@@ -59,11 +59,15 @@ class Outcome:
 
 #: Texts by which libraries say that host memory ran out, when they do not raise MemoryError.
 HOST_OOM = re.compile(
-    r"std::bad_alloc|Cannot allocate memory|can't allocate memory|MemoryError|Unable to allocate|host allocation of size \d+ failed", re.I
+    r"std::bad_alloc|Cannot allocate memory|can't allocate memory|MemoryError|Unable to allocate|host allocation of size \d+ failed"
+    r"|RESOURCE_EXHAUSTED.*device:CPU",  # TensorFlow, which dies then inside oneDNN
+    re.I,
 )
 #: Texts by which libraries that abort say that device memory ran out.
 DEVICE_OOM = re.compile(
-    r"CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|RESOURCE_EXHAUSTED|cudaSuccess \(2 vs\. 0\)", re.I
+    r"CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|RESOURCE_EXHAUSTED(?!.*device:CPU)"
+    r"|cudaSuccess \(2 vs\. 0\)",
+    re.I,
 )
 #: Texts by which libraries that abort say that they were built for the CPU only.
 NO_GPU = re.compile(r"Cannot use GPU in CPU-only Caffe")

@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for train.py; commas try all: framework=torch,mxnet")
     parser.add_argument("--all", action="store_true", help="every framework with every network")
     parser.add_argument("--record", metavar="FILE", type=Path, help="also keep what comes out in this JSON file")
+    parser.add_argument("--resume", action="store_true", help="leave out what --record has of the code as it is now")
     parser.add_argument("--page", metavar="FILE", type=Path, help="write the table of --record into this Markdown page, between its marks")
     parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with networks of your own, as for train.py")
     return parser
@@ -86,8 +87,8 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The network's, with its stage where it has some."""
-        return self.spec.network.name
+        """The network's, with the arguments that are not its yaml's."""
+        return f"{self.spec.network.name} {self.spec.variant}".strip()
 
     @property
     def reduced(self) -> bool:
@@ -100,6 +101,8 @@ def _run(arguments: argparse.Namespace) -> int:
     cells = [_compose(overrides, folders) for overrides in _cells(arguments.overrides, arguments.all, folders)]
     if arguments.record:
         parity_table.read(arguments.record)
+        if arguments.resume:
+            cells = [cell for cell in cells if not parity_table.is_current(arguments.record, cell.framework, cell.name)]
     rows: list[tuple[Cell, Certificate | OutcomeError]] = []
     for number, cell in enumerate(cells, 1):
         title = f"{cell.spec.network.name}-{cell.framework}"
@@ -290,7 +293,7 @@ def _show(rows: Sequence[tuple[Cell, Certificate | OutcomeError]]) -> None:
         table.add_column(column, justify="center" if column in parity.TITLES else "left")
     notes = []
     for cell, verdict in rows:
-        name = cell.spec.network.name
+        name = cell.name
         if isinstance(verdict, OutcomeError):
             table.add_row(cell.framework, name, *[""] * len(parity.TITLES), verdict.outcome)
             hint = f" ({verdict.hint})" if verdict.hint else ""

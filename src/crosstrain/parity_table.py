@@ -7,15 +7,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from crosstrain.certificates import Certificate
+from crosstrain.certificates import Certificate, code_hash
 from crosstrain.errors import ConfigError, OutcomeError
 
 Row = dict[str, Any]
+#: verdicts that need no second look
+SETTLED = ("proven", "unsupported", "env_missing")
 
 
 def row_of(framework: str, network: str, verdict: Certificate | OutcomeError) -> Row:
     """What is kept of one verdict. `framework`: with its settings, as the table names it."""
-    row: Row = {"framework": framework, "network": network}
+    row: Row = {"framework": framework, "network": network, "code": code_hash(framework.split(" ")[0])}
     if isinstance(verdict, OutcomeError):
         return {**row, "verdict": verdict.outcome, "words": verdict.message}
     proven = "proven" if verdict.proven else "FAILED"
@@ -41,6 +43,13 @@ def record(path: Path, row: Row) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps([rows[key] for key in sorted(rows)], indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+def is_current(path: Path, framework: str, network: str) -> bool:
+    """Whether the file has a verdict, and no failure, of the worker's code as it is now."""
+    code = code_hash(framework.split(" ")[0])
+    wanted = (framework, network, code)
+    return any((row["framework"], row["network"], row.get("code")) == wanted and row["verdict"] in SETTLED for row in read(path))
 
 
 def markdown(rows: Iterable[Row]) -> str:

@@ -58,9 +58,8 @@ def choose_place(spec: RunSpec) -> Place:
     if spec.batch_size == "max":
         what = "batch_size=max is for GPUs" if kind == "cpu" else "batch_size=max can not be searched for yet"
         raise OutcomeError("unsupported", what, "give a number")
-    if spec.parallelism == "horovod" and spec.framework["name"] not in locks.with_horovod():
-        only = f"{spec.framework['name']} has no Horovod, only {' and '.join(locks.with_horovod())} have it"
-        raise OutcomeError("unsupported", only, "parallelism=native")
+    if spec.parallelism == "horovod":
+        _check_horovod(spec, kind)
     cpus = len(devices.logical_cpus())
     threads = _threads(spec, copies)
     too_many = kind == "cpu" and threads * copies > cpus
@@ -68,6 +67,19 @@ def choose_place(spec: RunSpec) -> Place:
         asked = f"asked for {copies} x {threads} threads" if copies > 1 else f"asked for {threads} threads"
         raise OutcomeError("unsupported", f"{asked}; this machine has {cpus} logical CPUs", "device.oversubscribe=true runs them anyway")
     return Place(kind, gpus, copies, threads, pinned=kind == "cpu" and not too_many)
+
+
+def _check_horovod(spec: RunSpec, kind: str) -> None:
+    """Raise OutcomeError where the framework has no Horovod, or has it with another version than its own environment."""
+    name, have = spec.framework["name"], locks.with_horovod()
+    if name not in have:
+        raise OutcomeError("unsupported", f"{name} has no Horovod, only {', '.join(have)} have it", "parallelism=native")
+    if spec.framework["version"] or spec.framework["python"]:
+        return
+    (_, native), (_, pinned) = (locks.find_lock(lock, kind).pins[0] for lock in (name, spec.environment))
+    if native != pinned:
+        hint = f"framework.version={pinned}, also with parallelism=native: so both run on one version"
+        raise OutcomeError("unsupported", f"Horovod works with {name} {pinned}, and {native} is what parallelism=native runs on", hint)
 
 
 def _threads(spec: RunSpec, copies: int) -> int:

@@ -47,12 +47,13 @@ def uv_program() -> str:
 
 def one_line(output: str, limit: int = 400) -> str:
     """uv's error ("error: … cause: …" over several lines, maybe with branches drawn), or pip's ("ERROR: …"), as one line of at
-    most `limit` characters."""
+    most `limit` characters: what happened stands at its start, why often at its end."""
     lines = [re.sub(r"^[\s×╰─▶├│]+", "", line).strip() for line in output.splitlines()]
     starts = [index for index, line in enumerate(lines) if line.lower().startswith("error:")]
     kept = [re.sub(r"^(error|ERROR|cause|Caused by):\s*", "", line) for line in lines[starts[0] if starts else 0 :] if line]
     text = ": ".join(kept)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    head = limit * 2 // 3
+    return text if len(text) <= limit else text[:head] + " … " + text[head + 3 - limit :]
 
 
 class Uv:
@@ -100,6 +101,8 @@ class Uv:
             hint = f"uv's whole output: {self.log}"
             if _NO_NETWORK.search(output):
                 hint = "no network? PIP_INDEX_URL names a mirror, PIP_FIND_LINKS a folder of wheels; " + hint
+            if "No space left on device" in output:
+                hint = "free some space, or name a folder elsewhere; " + hint
             raise OutcomeError("env_missing", f"{self.what} could not be made: {one_line(output)}", hint)
         return output
 

@@ -1,4 +1,4 @@
-"""Caffe 1.0 (a static build for the CPU)."""
+"""Caffe, as the contract suite expects it (see contracts.py)."""
 
 MODES = ("off",)
 

@@ -168,22 +168,25 @@ class Framework(Base):
         return C.momentum_sgd(parameters, rate, C.momentum_schedule(wanted["momentum"]), unit_gain=False, **settings)
 
     def clipped_update(self, parameters, gradients):
-        """The update of design.md as a graph. `gradients` are those of the sum of all losses of the batch."""
+        """The update of design.md as a graph; the velocities hold learning_rate·v, which is a pass less over all parameters.
+
+        `gradients` are those of the sum of all losses of the global batch.
+        """
         wanted = self.run["optimizer"]
-        count = float(self.run["batch_global"] * self.criterion.losses)
+        rate, count = wanted["learning_rate"], float(self.run["batch_global"] * self.criterion.losses)
         squares = [C.reduce_sum_square(gradient, axis=C.Axis.all_static_axes()) for gradient in gradients]
         norm = C.sqrt(C.reduce_sum(C.splice(*[C.reshape(square, (1,)) for square in squares]))) / count
-        scale = C.element_min(1.0, wanted["clip_norm"] / norm) / count
+        scale = C.element_min(1.0, wanted["clip_norm"] / norm) * (rate / count)
         decayed = {self.slots[entry["name"]].variable.uid for entry in self.trained_parameters() if entry["decay"]}
         updates = []
         for parameter, gradient in zip(parameters, gradients):
             step = scale * gradient
             if wanted["weight_decay"] and parameter.uid in decayed:
-                step = step + wanted["weight_decay"] * parameter
+                step = step + rate * wanted["weight_decay"] * parameter
             if wanted["momentum"]:
                 self.velocities.append(C.constant(0, shape=parameter.shape))
                 step = C.assign(self.velocities[-1], wanted["momentum"] * self.velocities[-1] + step)
-            updates.append(C.assign(parameter, parameter - wanted["learning_rate"] * step))
+            updates.append(C.assign(parameter, parameter - step))
         return C.combine(updates)
 
     def load(self, arrays):

@@ -10,6 +10,7 @@ from .base import Base, Unsupported
 # Set by load_library: importing JAX is timed, and reads the environment.
 jax = None
 layers = None
+steps = None
 optax = None
 
 #: jax_default_matmul_precision, which convolutions follow, too; with bf16 nothing is computed from float32
@@ -78,7 +79,7 @@ class Framework(Base):
 
     # -- before anything is built -------------------------------------------------------------------------------------
     def load_library(self):
-        global jax, layers, optax
+        global jax, layers, optax, steps
         if self.gpu:
             # memory as it is needed, not three quarters of the GPU at once
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -92,9 +93,9 @@ class Framework(Base):
         import jax as library
         import optax as optimizers
 
-        from . import jax_layers
+        from . import jax_layers, jax_steps
 
-        jax, layers, optax = library, jax_layers, optimizers
+        jax, layers, optax, steps = library, jax_layers, optimizers, jax_steps
 
     def versions(self):
         import importlib.metadata  # here, since Python 3.6 has none and this file can be imported there
@@ -116,8 +117,7 @@ class Framework(Base):
             self.check_gpu()
 
     def check_gpu(self):
-        import functools
-import importlib.metadata
+        import importlib.metadata
 
         plugins = [point.name for point in importlib.metadata.entry_points(group="jax_plugins")]
         if not any("cuda" in name for name in plugins):
@@ -132,9 +132,8 @@ import importlib.metadata
             raise Unsupported("JAX %s sees %d GPUs, not %d" % (jax.__version__, len(gpus), self.replicas))
         capability = float(gpus[0].compute_capability)
         if capability < 8 and self.run["precision"] in ("tf32", "bf16"):
-            raise Unsupported(
-                "precision=%s needs compute capability 8.0 or newer, this GPU has %.1f" % (self.run["precision"], capability)
-            )
+            wanted = "precision=%s needs compute capability 8.0 or newer" % self.run["precision"]
+            raise Unsupported("%s, this GPU has %.1f" % (wanted, capability))
 
     # -- set up ----------------------------------------------------------------------------------------------------------
     def setup(self):
@@ -153,9 +152,6 @@ import importlib.metadata
         half = self.run["precision"] == "bf16"
         self.dtype = jax.numpy.dtype("bfloat16" if half else "float32")
         self.network = layers.network_of(spec, self.dtype, flash=self.gpu and half)
-        self.loss = layers.loss_of(spec)
-        self.classes = spec["loss"]["op"] == "softmax_cross_entropy"
-        self.random = any(op["op"] == "dropout" and op["rate"] > 0 for op in spec["ops"])
         self.places = layers.places_of(spec)
         self.state_names = [state["name"] for state in spec["states"]]
         self.trained_names = [parameter["name"] for parameter in self.trained_parameters()]
@@ -190,100 +186,14 @@ import importlib.metadata
 
     def compile_functions(self):
         """What the steps call. With compile=off these are the same functions, each operation run on its own."""
-        whole, part = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("replicas")
-
-        def compiled(function, given, gives, donated=()):
-            """`given`, `gives`: of each argument and result, whether replicas have all of it (whole) or their own part."""
-            if self.replicas > 1:
-                function = jax.shard_map(function, mesh=self.mesh, in_specs=given, out_specs=gives, check_vma=False)
-            return function if self.compile == "off" else jax.jit(function, donate_argnums=donated)
-
-        self.steps = {
-            counting: compiled(
-                functools.partial(self.train_step, counting),
-                (whole, whole, part, whole, whole, part, part),
-                (whole, whole, part, whole, whole, whole),
-                donated=(0, 1, 2, 3),
-            )
-            for counting in (False, True)
-        }
-        values = (whole, whole, part, whole, part)
-        self.with_gradients = compiled(self.loss_and_gradients, values + (part,), (whole, whole, part, part))
-        self.infer = {
-            training: compiled(functools.partial(self.inferred, training), values, part) for training in (False, True)
-        }
-        # not mapped: the last batch of a test set may not be divisible, then every device computes all of it
-        plain = (lambda function: function) if self.compile == "off" else jax.jit
-        self.judge, self.prepare, self.first = plain(self.judged), plain(layers.to_nhwc), plain(first_element)
-
-    # -- the functions that are compiled: their arguments are all they read -----------------------------------------------
-    def apply(self, training, trained, frozen, states, key, inputs):
-        """(output, target, new states); target is None where no op of the network is one."""
-        arrays = dict(trained)
-        arrays.update(frozen)
-        arrays.update(states)
-        (output, target), changed = self.network.apply(
-            layers.nested(self.places, arrays),
-            inputs,
-            training,
-            rngs={"dropout": key} if training and self.random else None,
-            mutable=["batch_stats"] if training else [],
-        )
-        return output, target, layers.flat(self.places, changed, states) if training else states
-
-    def loss_and_output(self, training, trained, frozen, states, key, inputs, targets):
-        """(mean loss, (output, targets, new states))."""
-        output, target, states = self.apply(training, trained, frozen, states, key, inputs)
-        if target is not None:
-            targets = jax.lax.stop_gradient(target)
-        elif targets is None:
-            targets = inputs
-        return self.loss(output, targets), (output, targets, states)
-
-    def loss_and_gradients(self, trained, frozen, states, key, inputs, targets):
-        """(mean loss, gradients, (output, targets), new states), the first two over the global batch."""
-        loss = jax.value_and_grad(lambda trained, *others: self.loss_and_output(True, trained, *others), has_aux=True)
-        (mean, (output, targets, states)), gradients = loss(
-            trained, frozen, self.own(states), self.own_key(key), inputs, targets
-        )
-        if self.replicas > 1:
-            mean, gradients = jax.tree.map(lambda array: jax.lax.pmean(array, "replicas"), (mean, gradients))
-        return mean, gradients, (output, targets), self.not_own(states)
-
-    def train_step(self, counting, trained, momentum, states, key, frozen, inputs, targets):
-        now = key
-        if self.random:
-            key, now = jax.random.split(key)
-        loss, gradients, answers, states = self.loss_and_gradients(trained, frozen, states, now, inputs, targets)
-        updates, momentum = self.optimizer.update(gradients, momentum, trained)
-        correct = None
-        if counting:
-            correct = self.correct(*answers)
-            correct = jax.lax.psum(correct, "replicas") if self.replicas > 1 else correct
-        return optax.apply_updates(trained, updates), momentum, states, key, loss, correct
-
-    def inferred(self, training, trained, frozen, states, key, inputs):
-        return self.apply(training, trained, frozen, self.own(states), self.own_key(key), inputs)[0]
-
-    def correct(self, output, targets):
-        """Number of correct answers."""
-        return (output.argmax(-1) == targets).sum() if self.classes else jax.numpy.zeros((), "int32")
-
-    def judged(self, trained, frozen, states, inputs, targets):
-        """With the first replica's states."""
-        loss, (output, targets, _) = self.loss_and_output(False, trained, frozen, self.own(states), None, inputs, targets)
-        return loss, self.correct(output, targets)
-
-    def own(self, states):
-        """The states of the replica that computes (of the first, where none does): without their axis of replicas."""
-        return {name: array[0] for name, array in states.items()} if self.replicas > 1 else states
-
-    def not_own(self, states):
-        return {name: array[None] for name, array in states.items()} if self.replicas > 1 else states
-
-    def own_key(self, key):
-        """Other dropout masks in each replica."""
-        return jax.random.fold_in(key, jax.lax.axis_index("replicas")) if self.random and self.replicas > 1 else key
+        compiled = self.compile != "off"
+        self.functions = work = steps.Functions(self.spec, self.network, self.places, self.optimizer, self.replicas)
+        self.steps = {counting: work.train(self.mesh, compiled, counting) for counting in (False, True)}
+        self.with_gradients = work.gradients(self.mesh, compiled)
+        self.infer = {training: work.outputs(self.mesh, compiled, training) for training in (False, True)}
+        plain = jax.jit if compiled else (lambda function: function)
+        # not mapped over the replicas: the last batch of a test set may not be divisible, then each computes all of it
+        self.judge, self.prepare, self.first = plain(work.judged), plain(layers.to_nhwc), plain(steps.first_element)
 
     # -- parameters ---------------------------------------------------------------------------------------------------------
     def load(self, arrays):
@@ -304,7 +214,7 @@ import importlib.metadata
         self.frozen = placed
         self.momentum = jax.device_put(self.optimizer.init(self.trained), self.everywhere)
         # the same dropout masks after every load
-        self.key = jax.device_put(jax.random.key(self.run["seed"]), self.everywhere) if self.random else None
+        self.key = jax.device_put(jax.random.key(self.run["seed"]), self.everywhere) if self.functions.random else None
         self.sync()
 
     def read(self):
@@ -321,7 +231,7 @@ import importlib.metadata
         values.update(self.frozen)
         values.update(self.states)
         values = {name: on(device, array) for name, array in values.items()}
-        values.update(self.own({name: values[name] for name in self.states}))
+        values.update(self.functions.own({name: values[name] for name in self.states}))
         return values
 
     def to_canonical(self, values):
@@ -350,7 +260,7 @@ import importlib.metadata
 
     def gradient(self, batch):
         self.pending = None
-        loss, gradients, _, self.states = self.with_gradients(self.trained, self.frozen, self.states, self.key, *batch)
+        loss, gradients, self.states = self.with_gradients(self.trained, self.frozen, self.states, self.key, *batch)
         self.pending = (loss, gradients)
         return loss, None
 
@@ -414,10 +324,6 @@ import importlib.metadata
         return isinstance(error, jax.errors.JaxRuntimeError) and (
             "RESOURCE_EXHAUSTED" in words or "out of memory" in words.lower() or "CUDA_ERROR_OUT_OF_MEMORY" in words
         )
-
-
-def first_element(array):
-    return array[(0,) * array.ndim]
 
 
 def on(device, array):
