@@ -27,7 +27,8 @@ def crosstrain(place: Place, *arguments: str, before: str = "") -> subprocess.Co
     """`crosstrain …` with the locks of `place`; `before` are shell commands in a mount name space of its own."""
     command = [sys.executable, "-c", PROGRAM, str(place.locks), *arguments]
     if before:
-        command = ["unshare", "--mount", "sh", "-c", f'{before}; "$@"; code=$?; ls "$CROSSTRAIN_CACHE/environments"; exit $code', "sh", *command]
+        script = f'{before}; "$@"; code=$?; ls "$CROSSTRAIN_CACHE/environments"; exit $code'
+        command = ["unshare", "--mount", "sh", "-c", script, "sh", *command]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
 

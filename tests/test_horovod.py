@@ -28,20 +28,18 @@ from test_environments import HERE, Place, make, place, write_wheel  # noqa: F40
 from test_replicas import language, rank_pid
 
 FRAMEWORKS = locks.with_horovod()
-TWO = ["parallelism=horovod", "device=cpu", "replicas=2", "threads=1", "device.oversubscribe=true"]
-
-
-@pytest.fixture(scope="module", params=FRAMEWORKS)
-def name(request: pytest.FixtureRequest, framework_python: Callable[[str], Path]) -> str:
-    """A framework whose environment with Horovod is there."""
-    framework_python(f"{request.param}-horovod")
-    return request.param
+#: of both kinds of environment, the pin of the framework itself
+PINS = {name: [locks.find_lock(lock, "cpu").pins[0] for lock in (name, f"{name}-horovod")] for name in FRAMEWORKS}
+#: those whose usual version Horovod works with
+PAIRS = [name for name, (native, horovod) in PINS.items() if native == horovod]
+ON_TWO = ["device=cpu", "replicas=2", "threads=1", "device.oversubscribe=true"]
+TWO = ["parallelism=horovod", *ON_TWO]
 
 
 # -- the pair --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize("name", PAIRS)
 def test_the_environments_of_a_pair_differ_by_horovod_alone(name: str) -> None:
     native, horovod = locks.find_lock(name, "cpu"), locks.find_lock(f"{name}-horovod", "cpu")
     assert horovod.distribution == native.distribution and horovod.python == native.python
@@ -50,12 +48,19 @@ def test_the_environments_of_a_pair_differ_by_horovod_alone(name: str) -> None:
     assert {package for package, _ in changed} <= forced
 
 
-@pytest.fixture(scope="module")
-def pair(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Result]:
+def test_most_have_it_in_their_usual_version() -> None:
+    assert {"torch", "mxnet"} <= set(PAIRS)
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, framework_python: Callable[[str], Path]
+) -> tuple[str, Result]:
     """(framework, LeNet on the digits with two replicas, native and with Horovod)."""
-    return name, run_train(
-        tmp_path_factory.mktemp("pair"), "-m", f"framework={name}", "parallelism=native,horovod", "device=cpu", "replicas=2", "threads=1",
-        "network=lenet", "data=digits", "batch_size=64", "epochs=1", "device.oversubscribe=true", *QUICK, "measure.min_blocks=5",
+    framework_python(f"{request.param}-horovod")
+    return request.param, run_train(
+        tmp_path_factory.mktemp("pair"), "-m", f"framework={request.param}", "parallelism=native,horovod", *ON_TWO,
+        "network=lenet", "data=digits", "batch_size=64", "epochs=1", *QUICK, "measure.min_blocks=5",
     )  # fmt: skip
 
 
@@ -84,6 +89,18 @@ def test_both_train_alike(pair: tuple[str, Result]) -> None:
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
 
 
+@pytest.mark.parametrize("name", sorted(set(FRAMEWORKS) - set(PAIRS)))
+def test_another_version_must_be_asked_for(name: str, train: Train, framework_python: Callable[[str], Path]) -> None:
+    framework_python(f"{name}-horovod")
+    (_, native), (_, pinned) = PINS[name]
+    result = train("-m", f"framework={name}", f"framework.version=null,{pinned}", "network=lenet", "data=synthetic", *TWO, *QUICK)
+    refused, done = result.outcomes
+    assert refused["outcome"] == "unsupported" and f"works with {name} {pinned}, and {native} is" in refused["reason"]
+    assert f"framework.version={pinned}" in refused["reason"]
+    assert done["outcome"] in PUBLISHED, result
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_replicas_pass_level_9_and_a_wrong_rate_fails(
     name: str, framework_python: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

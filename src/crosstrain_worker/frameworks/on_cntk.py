@@ -103,14 +103,26 @@ class Framework(Base):
         Base.check(self)
         if self.distributed and os.environ.get("OMPI_COMM_WORLD_SIZE") != str(self.run["world_size"]):
             raise Unsupported("cntk's ranks must be started by mpirun, these were not", "framework.started_by=mpirun")
-        if not self.gpu:
-            return
+        if self.gpu:
+            self.check_gpu()
+
+    def check_gpu(self):
+        version = C.__version__
         if not glob.glob(os.path.join(os.path.dirname(C.__file__), "libs", "libcudart*")):
-            raise Unsupported("this build of CNTK (%s) has no CUDA" % C.__version__, "install cntk-gpu, or device=cpu")
+            raise Unsupported("this build of CNTK (%s) has no CUDA" % version, "install cntk-gpu, or device=cpu")
         seen = sum(1 for device in C.device.all_devices() if device.type() == C.device.DeviceKind.GPU)
         if seen <= self.rank:
             which = " %d" % self.rank if seen else ""
-            raise Unsupported("CNTK %s sees no GPU%s: the driver is missing or too old" % (C.__version__, which), "device=cpu")
+            raise Unsupported("CNTK %s sees no GPU%s: the driver is missing or too old" % (version, which), "device=cpu")
+        found = C.device.get_gpu_properties(C.device.gpu(self.rank))
+        capability = (found.version_major, found.version_minor)
+        # By NVIDIA's documentation of CUDA 10.0 and cuDNN 7, which the wheel brings along; not tried.
+        if capability > (7, 5):
+            raise Unsupported(
+                "CNTK %s computes with CUDA 10.0 and cuDNN 7, which end at compute capability 7.5, this GPU has %d.%d"
+                % ((version,) + capability),
+                "device=cpu",
+            )
 
     # -- set up ----------------------------------------------------------------------------------------------------------
     def setup(self):

@@ -104,14 +104,19 @@ class Framework(Base):
             )
         if self.gpu:
             self.check_gpu()
-        elif self.settings.get("memory_format", "contiguous") == "contiguous" and self.has_images() and not onednn():
-            raise Unsupported(
-                "TensorFlow %s has NCHW convolutions on the CPU only with oneDNN, which is off here" % tf.__version__,
-                "framework.memory_format=channels_last",
-            )
+        elif not onednn():
+            self.check_plain_cpu()
 
-    def has_images(self):
-        return any(len(op["shape"]) == 3 for op in self.spec["ops"])
+    def check_plain_cpu(self):
+        """Found by experiment (2.21): what TensorFlow's own CPU kernels, without oneDNN, have no gradient for."""
+        nchw = self.settings.get("memory_format", "contiguous") == "contiguous"
+        for op in self.spec["ops"]:
+            if op["op"] == "conv2d" and (nchw or op["groups"] > 1 or op["dilation"] != [1, 1]):
+                what = "groups" if op["groups"] > 1 else "dilation" if op["dilation"] != [1, 1] else "NCHW"
+                raise Unsupported(
+                    "tensorflow: conv2d %s has %s, which on the CPU only oneDNN can train, and it is off here" % (op["name"], what),
+                    "framework.env.TF_ENABLE_ONEDNN_OPTS=1" + (", or framework.memory_format=channels_last" if what == "NCHW" else ""),
+                )
 
     def check_gpu(self):
         version = tf.__version__
