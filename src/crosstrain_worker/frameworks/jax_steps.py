@@ -1,7 +1,7 @@
 """The functions of JAX that an iteration is made of. Their arguments are all they read: nothing of theirs changes but by their results.
 
 Arrays go by the spec's names, in Flax's layouts: `trained`, `frozen` and `states` are dicts of them. `key` is the random key of dropout,
-None where the network has none. `targets` is None where the input or an op of the network is the target.
+None in evaluation and where the network has none. `targets` is None where the input or an op of the network is the target.
 """
 
 import functools
@@ -129,7 +129,7 @@ class Functions(object):
 
     def own_key(self, key):
         """Other dropout masks in each replica."""
-        return jax.random.fold_in(key, lax.axis_index("replicas")) if self.random and self.several else key
+        return jax.random.fold_in(key, lax.axis_index("replicas")) if self.several and key is not None else key
 
 
 def first_element(array):

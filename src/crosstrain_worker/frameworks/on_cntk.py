@@ -260,7 +260,7 @@ class Framework(Base):
         gradients, loss = self.mean_loss.grad(self.given(batch), self.parameters, [self.mean_loss.output], self.device, as_numpy=False)
         if self.distributed:
             values = gradients.values() if isinstance(gradients, dict) else [gradients]
-            self.communicator.aggregate_in_place([value.data() for value in values], self.communicator.workers())
+            self.communicator.aggregate_in_place([value.data for value in values], self.communicator.workers())
         return float(loss.asarray()), None
 
     def forward(self, batch):

@@ -274,9 +274,10 @@ class Framework(Base):
         }
 
     def is_oom(self, error):
-        """numpy's MemoryError, and what Theano's C code says (CorrMM failed to allocate …, Alloc: could not allocate …)."""
+        """numpy's MemoryError, and what Theano's C code says (BaseCorrMM: Failed to allocate output of …)."""
         words = str(error).lower()
-        return isinstance(error, MemoryError) or "failed to allocate" in words or "could not allocate" in words
+        refused = "allocate" in words and any(word in words for word in ("failed to", "unable to", "could not", "cannot"))
+        return isinstance(error, MemoryError) or refused
 
 
 def as_taken(array, variable):
