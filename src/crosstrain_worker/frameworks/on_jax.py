@@ -1,4 +1,4 @@
-"""JAX with Flax and Optax, 0.10 and newer. The layers are in `jax_layers`."""
+"""JAX with Flax and Optax, 0.11 and newer. The layers are in `jax_layers`, the functions of an iteration in `jax_steps`."""
 
 import os
 import platform

@@ -5,6 +5,7 @@ import platform
 
 import numpy
 
+from . import with_horovod
 from .base import Base, Unsupported
 
 # Set by load_library: importing TensorFlow is timed, and reads the environment.
@@ -12,12 +13,14 @@ tf = None
 layers = None
 steps = None
 tf_config = None
+hvd = None
 
 HALF = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class Framework(Base):
-    """All replicas in one rank: MirroredStrategy over CPU:0, CPU:1, … (logical devices) or the GPUs that are visible.
+    """All replicas in one rank: MirroredStrategy over CPU:0, CPU:1, … (logical devices) or the GPUs that are visible. With Horovod
+    (TensorFlow 2.15 at most) one in each rank.
 
     compile: off = eager, on = tf.function, max = tf.function with XLA (jit_compile). A batch is (inputs, targets): tensors, or
     PerReplica values of the replicas' shares. A handle is (tensors of the replicas, divisor): its value is their sum over the divisor.
@@ -66,12 +69,13 @@ class Framework(Base):
         self.gpu = run["device"] == "gpu"
         self.settings = run["framework"]
         self.compile = self.settings.get("compile", "off")
-        self.replicas = run["replicas"]
+        self.replicas = 1 if self.horovod else run["replicas"]
+        self.distributed = self.horovod and run["world_size"] > 1
         self.declare_own_statistics()
 
     # -- before anything is built -------------------------------------------------------------------------------------
     def load_library(self):
-        global tf, layers, steps, tf_config
+        global tf, layers, steps, tf_config, hvd
         # warnings and errors only
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
         os.environ["TF_CUDNN_USE_AUTOTUNE"] = "1" if self.settings.get("autotune") else "0"
@@ -81,6 +85,8 @@ class Framework(Base):
         from . import tensorflow_layers, tensorflow_steps
 
         tf, layers, steps, tf_config = library, tensorflow_layers, tensorflow_steps, config
+        if self.distributed:
+            import horovod.tensorflow as hvd
 
     def versions(self):
         found = {
@@ -89,6 +95,8 @@ class Framework(Base):
             "numpy": numpy.__version__,
             "onednn": "on" if onednn() else "off",
         }
+        if self.horovod:
+            found["horovod"] = with_horovod.version()
         build = tf.sysconfig.get_build_info()
         for key, name in (("cuda", "cuda_version"), ("cudnn", "cudnn_version")):
             if build.get(name):
@@ -97,11 +105,13 @@ class Framework(Base):
 
     def check(self):
         Base.check(self)
-        if self.compile == "max" and self.replicas > 1:
+        if self.compile == "max" and self.run["replicas"] > 1:
             raise Unsupported(
-                "tensorflow: XLA (framework.compile=max) looks for the variables of all of MirroredStrategy's replicas on the first device",
+                "tensorflow: XLA (framework.compile=max) can not compile a step that reduces gradients over several replicas",
                 "framework.compile=on",
             )
+        if self.distributed:
+            with_horovod.check(hvd, self.run["device"])
         if self.gpu:
             self.check_gpu()
         elif not onednn():
@@ -115,7 +125,7 @@ class Framework(Base):
                 what = "groups" if op["groups"] > 1 else "dilation" if op["dilation"] != [1, 1] else "NCHW"
                 raise Unsupported(
                     "tensorflow: conv2d %s has %s, which on the CPU only oneDNN can train, and it is off here" % (op["name"], what),
-                    "framework.env.TF_ENABLE_ONEDNN_OPTS=1" + (", or framework.memory_format=channels_last" if what == "NCHW" else ""),
+                    "+framework.env.TF_ENABLE_ONEDNN_OPTS=1" + (", or framework.memory_format=channels_last" if what == "NCHW" else ""),
                 )
 
     def check_gpu(self):
@@ -123,8 +133,8 @@ class Framework(Base):
         if not tf.test.is_built_with_cuda():
             raise Unsupported("this build of TensorFlow (%s) has no CUDA" % version, "install tensorflow[and-cuda], or device=cpu")
         gpus = tf.config.list_physical_devices("GPU")
-        if len(gpus) < self.replicas:
-            raise Unsupported("TensorFlow %s sees %d GPUs, not %d" % (version, len(gpus), self.replicas), "device=cpu")
+        if len(gpus) < self.run["replicas"]:
+            raise Unsupported("TensorFlow %s sees %d GPUs, not %d" % (version, len(gpus), self.run["replicas"]), "device=cpu")
         capability = tf.config.experimental.get_device_details(gpus[0]).get("compute_capability")
         if capability and capability[0] < 8 and self.run["precision"] in ("tf32", "bf16"):
             raise Unsupported(
@@ -149,6 +159,8 @@ class Framework(Base):
         # when a process makes a second strategy (found by experiment, 2.21).
         reduction = None if self.gpu else tf.distribute.ReductionToOneDevice()
         self.strategy = tf.distribute.MirroredStrategy(self.devices, reduction) if self.replicas > 1 else None
+        if self.distributed:
+            with_horovod.join(hvd, self.run, self.rank)
 
     def set_devices(self):
         """Threads and devices: they can be set once in a process, before TensorFlow does anything. `effective` tells what came of it."""
@@ -159,7 +171,9 @@ class Framework(Base):
             tf.config.threading.set_intra_op_parallelism_threads(self.run["threads"] * self.replicas)
             tf.config.threading.set_inter_op_parallelism_threads(self.replicas)
             if self.gpu:
-                for device in tf.config.list_physical_devices("GPU"):
+                gpus = tf.config.list_physical_devices("GPU")
+                tf.config.set_visible_devices(gpus[self.rank : self.rank + 1] if self.distributed else gpus[: self.replicas], "GPU")
+                for device in gpus:
                     tf.config.experimental.set_memory_growth(device, True)
             else:
                 tf.config.set_visible_devices([], "GPU")
@@ -174,7 +188,7 @@ class Framework(Base):
         self.image_format = "NHWC" if last else "NCHW"
         with self.scope():
             self.network = layers.Network(self.spec, self.image_format, self.half, self.gpu, self.compile)
-            self.steps = steps.Steps(self.run, self.network, self.trained_parameters(), self.strategy)
+            self.steps = steps.Steps(self.run, self.network, self.trained_parameters(), self.strategy, hvd if self.distributed else None)
         self.slots = self.network.slots
         self.build_calls()
 
@@ -271,6 +285,10 @@ class Framework(Base):
     def sync(self):
         tf.test.experimental.sync_devices()
 
+    def meet(self):
+        if self.distributed:
+            hvd.allreduce(tf.zeros(1), name="meet").numpy()
+
     def value(self, handle):
         tensors, divisor = handle
         return sum(first_element(tensor) for tensor in tensors) / divisor
@@ -329,7 +347,7 @@ class Framework(Base):
         kind, index = device.rsplit(":", 2)[-2:]
         if kind == "CPU":
             return "CPU:" + index
-        return tf.config.experimental.get_device_details(tf.config.list_physical_devices("GPU")[int(index)])["device_name"]
+        return tf.config.experimental.get_device_details(tf.config.get_visible_devices("GPU")[int(index)])["device_name"]
 
     def is_oom(self, error):
         """TensorFlow's allocators, and XLA's, raise this for host and device memory; CUDA's libraries say it in words."""
@@ -337,6 +355,11 @@ class Framework(Base):
         return isinstance(error, tf.errors.ResourceExhaustedError) or (
             isinstance(error, tf.errors.OpError) and ("CUDA_ERROR_OUT_OF_MEMORY" in words or "STATUS_ALLOC_FAILED" in words)
         )
+
+
+    def close(self):
+        if self.distributed:
+            hvd.shutdown()
 
 
 def onednn():

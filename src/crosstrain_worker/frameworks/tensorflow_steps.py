@@ -12,12 +12,14 @@ FIRST_SCALE, GROWTH_STEPS = 2.0**15, 2000
 class Steps(object):
     """The steps of `network`, with the optimiser of `run` and its state.
 
-    Built under the strategy's scope, where there is one. `trained`: the spec's entries of the trained parameters.
+    Built under the strategy's scope, where there is one. `trained`: the spec's entries of the trained parameters; `hvd`: Horovod's
+    module, where it is what reduces.
     """
 
-    def __init__(self, run, network, trained, strategy):
+    def __init__(self, run, network, trained, strategy, hvd):
         self.network = network
         self.strategy = strategy
+        self.hvd = hvd
         self.replicas = run["replicas"]
         self.seed = run["seed"]
         spec = run["network"]
@@ -86,9 +88,11 @@ class Steps(object):
 
     def start(self):
         """Differs for each step and replica."""
-        if self.strategy is None:
-            return self.count.read_value()
-        return self.count * self.replicas + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
+        if self.hvd is not None:
+            return self.count * self.replicas + self.hvd.rank()
+        if self.strategy is not None:
+            return self.count * self.replicas + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
+        return self.count.read_value()
 
     def answers(self, mode, inputs, targets):
         """(losses, output, targets); where an op of the network is the target, what it gives is a constant."""
@@ -105,6 +109,9 @@ class Steps(object):
 
     def reduced(self, gradients):
         """The means over the replicas."""
+        if self.hvd is not None:
+            # one by one, as DistributedGradientTape does: each starts when it is there, and Horovod puts small ones together
+            return [self.hvd.allreduce(gradient, op=self.hvd.Average) for gradient in gradients]
         if self.strategy is None:
             return gradients
         return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, gradients)
