@@ -230,3 +230,16 @@ def test_a_library_that_does_not_load_costs_an_artifact_and_nothing_else(tmp_pat
     assert result.code == 0, result
     assert "an artifact is missing: ImportError: libarrow.so: no such file" in result.out
     assert [run.info.status for run in result.runs] == ["FINISHED"] * 2 and all("step_ms" in run.data.metrics for run in result.runs)
+
+
+def test_a_framework_that_can_not_be_imported_says_why(tmp_path: Path, framework_python) -> None:  # type: ignore[no-untyped-def]
+    """MXNet without a library it is linked with: the adapter, asked whether that was memory, has no library to ask."""
+    python = framework_python("mxnet")
+    broken = tmp_path / "site"
+    (broken / "mxnet").mkdir(parents=True)
+    (broken / "mxnet" / "__init__.py").write_text("raise OSError('libopenblas.so.0: cannot open shared object file')\n")
+    own = tmp_path / "python"
+    own.write_text(f'#!/bin/sh\nPYTHONPATH={broken} exec {python} "$@"\n')
+    own.chmod(0o755)
+    row = run_train(tmp_path, "framework=mxnet", f"framework.python={own}", "device=cpu", *QUICK).only
+    assert row["outcome"] in ("crashed", "env_missing") and "libopenblas.so.0" in row["reason"], row

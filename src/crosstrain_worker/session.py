@@ -111,7 +111,9 @@ def describe(session, error):
         return "diverged", str(error), "lower learning_rate, or check the data"
     if isinstance(error, loop.ClockError):
         return "invalid", str(error), ""
-    out_of_memory = session.framework is not None and session.framework.is_oom(error)
+    # an adapter knows its errors once the framework is imported
+    imported = session.framework is not None and session.result["phase"] != "import"
+    out_of_memory = imported and session.framework.is_oom(error)
     if out_of_memory and session.run["device"] == "gpu":
         return "device_oom", first_line(error), "lower batch_size"
     if out_of_memory or isinstance(error, MemoryError):

@@ -76,7 +76,7 @@ def _pool_back(call: Call, d_windows: Array) -> Array:
 
 
 def _max_pool(call: Call) -> Result:
-    """The gradient goes to the first maximum of a window, in row order."""
+    """The gradient goes to the first maximum of a window, in row order; to every one where parity set the attribute `every_maximum`."""
     windows = _pool_windows(call, call.x, -np.inf)
     n, c, kh, kw, rows, columns = windows.shape
     flat = windows.reshape(n, c, kh * kw, rows, columns)
@@ -85,7 +85,10 @@ def _max_pool(call: Call) -> Result:
 
     def back(dy: Array) -> tuple[list[Array], dict[str, Array]]:
         d_flat = np.zeros(flat.shape)
-        np.put_along_axis(d_flat, winner, dy[:, :, None], axis=2)
+        if call.op.attributes.get("every_maximum"):
+            d_flat += np.where(flat == y[:, :, None], dy[:, :, None], 0.0)
+        else:
+            np.put_along_axis(d_flat, winner, dy[:, :, None], axis=2)
         return [_pool_back(call, d_flat.reshape(windows.shape))], {}
 
     return y, back
