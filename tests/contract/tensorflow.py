@@ -7,6 +7,7 @@ REFUSED = {
     "precision": ({"precision": "tf32"}, "precision=tf32"),
     "half precision": ({"precision": "fp16"}, "precision=fp16"),
     "replicas": ({"replicas": 2, "world_size": 2}, "replica"),
+    "XLA over replicas": ({"replicas": 2, "framework": {"compile": "max"}}, "XLA"),
     "NCHW without graphs": ({"framework": {"memory_format": "contiguous", "compile": "off"}}, "max_pool op4"),
 }
 SETTINGS = {
