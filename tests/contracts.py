@@ -9,16 +9,22 @@
     DEVICES               {replicas: what `effective` says of the device(s) of a rank}; without 2 it has one replica at most
     COUNTS_FLOPS          whether it counts the FLOPs that it executes (if left out: no)
 
+    LONG                  networks of the ladder tests whose compilation takes minutes: proven by `crosstrain parity` only
+
 What is left out is empty.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import yaml
 
 from crosstrain import paths
@@ -33,12 +39,28 @@ def _load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"contract_of_{name}", FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    module.__dict__.update(REFUSED={}, SETTINGS={}, DEVIATIONS={}, UNSUPPORTED={}, UNSUPPORTED_NETWORKS={}, DEVICES={}, COUNTS_FLOPS=False)
+    mappings = ("REFUSED", "SETTINGS", "DEVIATIONS", "UNSUPPORTED", "UNSUPPORTED_NETWORKS", "DEVICES")
+    module.__dict__.update({**{name: {} for name in mappings}, "COUNTS_FLOPS": False, "LONG": ()})
     spec.loader.exec_module(module)
     return module
 
 
 OF: dict[str, Any] = {name: _load(name) for name in NAMES}
+
+
+def chosen(request: pytest.FixtureRequest, find: Callable[[str], Path]) -> dict[str, Path]:
+    """The interpreters of the frameworks that the selected tests of this module ask, as far as their environments are there."""
+    params = (item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
+    names = {value for values in params for value in values.values() if value in NAMES}
+    found = {}
+    for name in sorted(names):
+        with contextlib.suppress(pytest.skip.Exception):  # its own tests say so
+            found[name] = find(name)
+    return found
+
+
+#: frameworks that work at a time: each has one thread
+AT_A_TIME = max(1, min(2, len(os.sched_getaffinity(0))))
 
 
 def settings(name: str, **changes: Any) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,18 +256,18 @@ def cases(done: bool) -> list[tuple[str, str, str]]:
 
 
 @pytest.fixture(scope="module")
-def answers(ask: Any) -> Any:
-    """answers(framework)[kind, name] → Answer: asked once, in one process."""
-    known: dict[str, dict[tuple[str, str], Answer]] = {}
+def answers(request: pytest.FixtureRequest, ask: Any, framework_python: Callable[[str], Path]) -> Iterator[Any]:
+    """answers(framework)[kind, name] → Answer: asked once, in one process of each framework, some at a time."""
+    with ThreadPoolExecutor(contracts.AT_A_TIME) as pool:
+        asked = {framework: questions(framework) for framework in contracts.chosen(request, framework_python)}
+        told = {framework: pool.submit(ask, framework, list(wanted.values())) for framework, wanted in asked.items()}
 
-    def get(framework: str) -> dict[tuple[str, str], Answer]:
-        if framework not in known:
-            asked = questions(framework)
-            known[framework] = {}  # asked once, also when that fails
-            known[framework] = dict(zip(asked, ask(framework, list(asked.values())), strict=True))
-        return known[framework]
+        def get(framework: str) -> dict[tuple[str, str], Answer]:
+            framework_python(framework)  # or skipped
+            return dict(zip(asked[framework], told[framework].result(), strict=True))
 
-    return get
+        yield get
+        pool.shutdown(cancel_futures=True)
 
 
 def close(got: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], tolerance: float = 1e-4) -> None:

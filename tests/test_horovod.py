@@ -36,6 +36,16 @@ ON_TWO = ["device=cpu", "replicas=2", "threads=1", "device.oversubscribe=true"]
 TWO = ["parallelism=horovod", *ON_TWO]
 
 
+def python_of(name: str, find: Callable[[str], Path]) -> Path:
+    """The interpreter with Horovod. That of another version of the framework takes minutes to make, for two tests: only if it is there."""
+    try:
+        return find(f"{name}-horovod")
+    except pytest.skip.Exception:
+        if name in PAIRS:
+            raise
+        pytest.skip(f"crosstrain env make {name}-horovod makes it: another version of the framework, and compiling")
+
+
 # -- the pair --------------------------------------------------------------------------------------------------------------
 
 
@@ -86,12 +96,14 @@ def test_both_train_alike(pair: tuple[str, Result]) -> None:
         ranks = [samples.read(folder / f"samples.{rank}.bin") for rank in range(world)]
         losses.append(np.mean([rows["loss"][rows["phase"] == TRAINED] for rows in ranks], axis=0))
     assert len(losses[0]) == 22 and losses[0][-1] < 0.7 * losses[0][0]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
+    # the same sums in another order: rounding grows from step to step
+    np.testing.assert_allclose(losses[1][:8], losses[0][:8], rtol=1e-4)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-2)
 
 
 @pytest.mark.parametrize("name", sorted(set(FRAMEWORKS) - set(PAIRS)))
 def test_another_version_must_be_asked_for(name: str, train: Train, framework_python: Callable[[str], Path]) -> None:
-    framework_python(f"{name}-horovod")
+    python_of(name, framework_python)
     (_, native), (_, pinned) = PINS[name]
     result = train("-m", f"framework={name}", f"framework.version=null,{pinned}", "network=lenet", "data=synthetic", *TWO, *QUICK)
     refused, done = result.outcomes
@@ -104,7 +116,7 @@ def test_another_version_must_be_asked_for(name: str, train: Train, framework_py
 def test_replicas_pass_level_9_and_a_wrong_rate_fails(
     name: str, framework_python: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home, spec = environments.Environment(framework_python(f"{name}-horovod"), "", managed=True, isolated=True), language()
+    home, spec = environments.Environment(python_of(name, framework_python), "", managed=True, isolated=True), language()
     monkeypatch.setenv("CROSSTRAIN_CACHE", str(tmp_path / "cache"))
     ladder = parity.ladder_run_json(spec, contracts.settings(name), tmp_path, parallelism="horovod", run_id=os.urandom(16).hex())
     run = parity_replicas.run_json(ladder, tmp_path / "replicas")

@@ -198,8 +198,10 @@ def test_two_replicas_train_as_one(sweep: tuple[str, Result]) -> None:
         epochs.append([run.data.metrics[key] for key in ("epoch/loss", "epoch/test_loss", "epoch/accuracy")])
     assert len(losses[0]) == 22
     assert losses[0][-1] < 0.7 * losses[0][0]
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
-    np.testing.assert_allclose(epochs[1], epochs[0], rtol=2e-3)
+    # the same sums in another order: rounding grows from step to step
+    np.testing.assert_allclose(losses[1][:8], losses[0][:8], rtol=1e-4)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-2)
+    np.testing.assert_allclose(epochs[1], epochs[0], rtol=1e-2)
 
 
 def test_every_replica_has_a_device_of_its_own(sweep: tuple[str, Result]) -> None:

@@ -19,3 +19,5 @@ UNSUPPORTED: dict[str, str] = {}
 UNSUPPORTED_NETWORKS: dict[str, str] = {}
 DEVICES = {1: "cpu"}
 COUNTS_FLOPS = False
+#: minutes of g++ from a clean cache
+LONG = ("googlenet", "resnet50", "resnet56", "vgg_19", "vgg_a", "overfeat", "alexnet_owt", "alexnet_s", "gpt2_small", "vit_b16")
