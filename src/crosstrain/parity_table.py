@@ -69,13 +69,16 @@ def markdown(rows: Iterable[Row]) -> str:
         number = reasons.setdefault((row["framework"], f"{row['verdict']}: {row['words']}"), len(reasons) + 1)
         return f"– ({number})"
 
-    lines = ["| network | " + " | ".join(f"{name} {versions.get(name, '')}".strip() for name in frameworks) + " |"]
+    # settings (compile=on …) are named only where a framework is there with several
+    short = {name: name.split(" ")[0] for name in frameworks}
+    heads = {name: short[name] if list(short.values()).count(short[name]) == 1 else name for name in frameworks}
+    lines = ["| network | " + " | ".join(f"{heads[name]} {versions.get(name, '')}".strip() for name in frameworks) + " |"]
     lines.append("|---|" + ":-:|" * len(frameworks))
     for network in sorted({row["network"] for row in rows}):
         lines.append(f"| {network} | " + " | ".join(cell(of.get((name, network))) for name in frameworks) + " |")
     legend = "✓ all levels proven · ✓* on a reduced variant of the network (names, shapes and counts: the full one's)"
     lines += ["", legend + (" · – not proven:" if reasons else ""), ""]
-    lines += [f"{number}. {framework}: {words}" for (framework, words), number in reasons.items()]
+    lines += [f"{number}. {heads[framework]}: {words}" for (framework, words), number in reasons.items()]
     return "\n".join(lines).rstrip() + "\n"
 
 
