@@ -19,5 +19,5 @@ UNSUPPORTED = {
     "avg_pool, one-sided, input only": "count_include_pad",
     "gelu": "no error function",
 }
-UNSUPPORTED_NETWORKS = {"language": "no error function"}
+UNSUPPORTED_NETWORKS = {"language": "no error function", "vit_b16": "no error function"}
 DEVICES = {1: "CPU", 2: "CPU"}
