@@ -70,7 +70,7 @@ def pair(
     framework_python(f"{request.param}-horovod")
     return request.param, run_train(
         tmp_path_factory.mktemp("pair"), "-m", f"framework={request.param}", "parallelism=native,horovod", *ON_TWO,
-        "network=lenet", "data=digits", "batch_size=64", "epochs=1", *QUICK, "measure.min_blocks=5",
+        "network=lenet", "data=digits", "batch_size=64", "epochs=1", *QUICK, "measure.min_blocks=5", "measure.block_s=0.3",
     )  # fmt: skip
 
 
