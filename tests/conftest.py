@@ -23,6 +23,12 @@ PUBLISHED = ("ok", "unstable", "contaminated")
 QUICK = ["tracking.report=false", "measure=smoke", "measure.iterations=6", "measure.warmup=2", "measure.block_s=0.02"]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts background jobs deaf to SIGINT, and so would be all that tests start and interrupt.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require",
