@@ -24,8 +24,8 @@ def test_a_sweep_gets_its_speed_up_whatever_comes_first(train: Train, kind: str,
     rate = {replicas: run.metrics["samples_per_s"] for replicas, run in runs.items()}
     for replicas in ("1", "2", "4"):
         metrics, n = runs[replicas].metrics, int(replicas)
-        assert metrics["speedup"] == pytest.approx(rate[replicas] / rate["1"], rel=2e-3)
-        assert metrics["efficiency"] == pytest.approx(metrics["speedup"] / n, rel=2e-3)
+        assert metrics["speedup"] == pytest.approx(rate[replicas] / rate["1"], rel=1e-2)
+        assert metrics["efficiency"] == pytest.approx(metrics["speedup"] / n, rel=1e-2)
     assert len({run.tags["base_key"] for run in runs.values()}) == 1
     assert runs["1"].tags["cell_key"] == runs["4"].tags["base_key"]
     # the iteration without reduction is that of one replica with its share of the batch: only weak scaling has measured it here
@@ -36,9 +36,9 @@ def test_a_sweep_gets_its_speed_up_whatever_comes_first(train: Train, kind: str,
     metrics = again.runs[-1].data.metrics
     # an earlier command's run is a base, too; the newest one where there are several
     base = rate["1"] if kind == "strong" else alone.metrics["samples_per_s"]
-    assert metrics["speedup"] == pytest.approx(metrics["samples_per_s"] / base, rel=2e-3)
+    assert metrics["speedup"] == pytest.approx(metrics["samples_per_s"] / base, rel=1e-2)
     t1 = alone.metrics["step_ms"]
-    assert metrics["communication_pct"] == pytest.approx(max(0, 100 * (1 - t1 / metrics["step_ms"])), abs=0.1)
+    assert metrics["communication_pct"] == pytest.approx(max(0, 100 * (1 - t1 / metrics["step_ms"])), abs=1)
 
 
 @dataclass

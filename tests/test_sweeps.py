@@ -157,7 +157,7 @@ def test_own_network_from_outside_the_repository(tmp_path: Path, own: Path) -> N
     result = run_train(tmp_path, "--config-dir", str(own), "network=mine", "network.width=3", *FAKE)
     assert result.code == 0, result
     assert result.only["run"].startswith("mine-fake-")
-    assert result.runs[0].data.params["network"] == "mine"
+    assert result.runs[0].data.params["network"] == "mine width=3"
 
 
 def test_a_wrong_last_cell_starts_nothing(tmp_path: Path, own: Path) -> None:

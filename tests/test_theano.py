@@ -16,7 +16,7 @@ import test_adapters
 from crosstrain import parity
 from crosstrain.networks.reference import Reference
 from crosstrain_worker.frameworks import on_theano
-from test_adapters import IMAGE, arrays_of, batch_of, close, net_of, run_of, small_net
+from test_adapters import IMAGE, VECTOR, arrays_of, batch_of, close, net_of, run_of, small_net
 
 SOURCE = Path(__file__).parents[1] / "src"
 ask = test_adapters.ask
@@ -120,7 +120,7 @@ def test_a_run_compiles_what_it_will_call_and_knows_when_memory_is_out(framework
 
 def test_no_factor_is_drawn_into_a_product(framework_python: Callable[[str], Path], tmp_path: Path) -> None:
     """Clipping needs each gradient twice; computing it twice would make the step up to a third longer."""
-    spec = net_of({"kind": "vector", "shape": [4]}, [])
+    spec = net_of(VECTOR, [("tanh", {})])
     (tmp_path / "run.json").write_text(json.dumps(run_of("theano", spec)))
     count = "print(sum('Dot' in str(n.op) or 'Gemm' in str(n.op) for n in adapter.compiled('step').maker.fgraph.toposort()))"
     script = BUILD.split("compiled = ")[0] + count
