@@ -169,7 +169,8 @@ class SystemSampler:
             then, times_then, own_then = self._before
             (idle, total), (idle_then, total_then) = cpu_times["cpu"], times_then["cpu"]
             if total > total_then:
-                row["system/cpu_utilization_percentage"] = (1 - (idle - idle_then) / (total - total_then)) * 100
+                # the kernel's counters of idle time may go back, and do not tick together with the others
+                row["system/cpu_utilization_percentage"] = min(100.0, max(0.0, (1 - (idle - idle_then) / (total - total_then)) * 100))
             if now > then:
                 row["system/worker_cpu_percentage"] = max(0.0, own_s - own_then) / (now - then) * 100
         self._before = now, cpu_times, own_s
