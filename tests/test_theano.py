@@ -1,9 +1,8 @@
-"""What only Theano's adapter does: gradients of equal maxima, a cache of compiled code with a lock, functions compiled in `build`."""
+"""What only Theano's adapter does: gradients of equal maxima, a cache of compiled code behind a lock, compiling in `build`."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,25 +14,29 @@ import pytest
 import test_adapters
 from crosstrain import parity
 from crosstrain.networks.reference import Reference
-from crosstrain_worker.frameworks import on_theano
+from crosstrain_worker.frameworks import theano_config
 from test_adapters import IMAGE, VECTOR, arrays_of, batch_of, close, net_of, run_of, small_net
 
 SOURCE = Path(__file__).parents[1] / "src"
 ask = test_adapters.ask
 
-HOLD = """
+#: compiles; told to hold, it says so in the middle of it and waits for the end of its input
+COMPILE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from crosstrain_worker.frameworks import on_theano
-on_theano.configure(1)
-import theano
-from theano.gof import compilelock
-if sys.argv[2] == "hold":
-    compilelock.get_lock()
-    print("held", flush=True)
-    sys.stdin.read()
-x = theano.tensor.fvector()
-print(theano.function([x], theano.tensor.exp(x))([0.0])[0], theano.config.base_compiledir)
+from crosstrain_worker.frameworks import theano_config
+theano_config.compiled_folder = lambda: sys.argv[2]
+theano_config.configure(1)
+with theano_config.compiling():
+    import theano
+    from theano.gof import compilelock
+    if sys.argv[3] == "hold":
+        compilelock.get_lock()
+        print("held", flush=True)
+        sys.stdin.read()
+        compilelock.release_lock()
+    x = theano.tensor.fvector()
+    print(theano.function([x], theano.tensor.exp(x))([0.0])[0], theano.config.base_compiledir)
 """
 
 BUILD = """
@@ -74,18 +77,27 @@ def test_where_maxima_are_equal_the_gradient_is_as_declared(ask: Any) -> None:
     close(answer.arrays["g.op1.bias"][2:], 4 * plain["op1.bias"][2:])
 
 
-def test_a_killed_process_leaves_no_lock_that_others_wait_for(framework_python: Callable[[str], Path], tmp_path: Path) -> None:
-    command = [str(framework_python("theano")), "-B", "-c", HOLD, str(SOURCE)]
-    environment = {**os.environ, "THEANO_FLAGS": f"base_compiledir={tmp_path}"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([*command, "hold"], env=environment, **pipes) as holder:  # type: ignore[call-overload]
-        assert holder.stdout.readline() == b"held\n"
-        assert list(tmp_path.glob("*/lock_dir/lock"))
-        holder.kill()
-    assert list(tmp_path.glob("*/lock_dir/lock"))
-    done = subprocess.run([*command, "compile"], env=environment, capture_output=True, text=True, timeout=50 + 100)
-    assert done.stdout.split() == ["1.0", str(tmp_path)], done.stderr
-    assert "Overriding existing lock by dead" in done.stderr
+def start(python: Path, folder: Path, what: str) -> subprocess.Popen[str]:
+    command = [str(python), "-B", "-c", COMPILE, str(SOURCE), str(folder), what]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_one_process_compiles_at_a_time_and_a_killed_one_holds_up_nobody(framework_python: Callable[[str], Path], tmp_path: Path) -> None:
+    python = framework_python("theano")
+    with start(python, tmp_path, "hold") as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+            with start(python, tmp_path, "compile") as other:
+                try:
+                    assert other.stderr is not None and other.stderr.readline().startswith("waiting for another process")
+                    assert list(tmp_path.glob("*/lock_dir/lock")) and other.poll() is None
+                    holder.kill()
+                    out, err = other.communicate(timeout=150)
+                    assert out.split() == ["1.0", str(tmp_path)] and "lock" not in err, err
+                finally:
+                    other.kill()
+        finally:
+            holder.kill()
     assert not list(tmp_path.glob("*/lock_dir"))
 
 
@@ -99,11 +111,11 @@ def test_compiled_code_is_kept_beside_its_own_theano(tmp_path: Path, monkeypatch
         with monkeypatch.context() as patch:
             patch.setattr(sys, "path", [str(home), *sys.path])
             patch.setattr(sys, "prefix", str(home))
-            folder = Path(on_theano.compiled_folder())
+            folder = Path(theano_config.compiled_folder())
             assert folder.parent == tmp_path / "cache" / "crosstrain" / "theano"
             folders.add(folder)
             (home / "complete.json").touch()
-            assert on_theano.compiled_folder() == str(home / "compiled")
+            assert theano_config.compiled_folder() == str(home / "compiled")
     assert len(folders) == 2
 
 

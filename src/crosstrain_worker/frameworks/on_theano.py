@@ -4,23 +4,16 @@ CPU only: for GPUs Theano needs libgpuarray and pygpu, which its wheel does not 
 """
 
 import ctypes
-import glob
-import hashlib
-import importlib.util
-import os
 import platform
-import sys
 
 import numpy
 
 from .base import Base, Unsupported
+from .theano_config import compiling, configure, numpy_openblas, openmp
 
 # Set by load_library: importing Theano is timed, and reads its configuration.
 theano = None
 layers = None
-
-#: below so many elements Theano does not spread an elementwise op over OpenMP's threads (its own default: 200,000)
-ELEMWISE_LEAST = 20000
 
 
 class Framework(Base):
@@ -75,9 +68,10 @@ class Framework(Base):
         global theano, layers
         if theano is None:
             configure(self.run["threads"])
-            import theano as library
+            with compiling():  # its own C code, the first time
+                import theano as library
 
-            from . import theano_layers
+                from . import theano_layers
 
             theano, layers = library, theano_layers
 
@@ -120,7 +114,8 @@ class Framework(Base):
         self.network = layers.Network(self.spec)
         self.slots = self.network.slots
         self.inputs, self.targets = layers.symbols(self.spec)
-        self.graphs = {training: self.graph(training) for training in (True, False)}
+        with compiling():  # random streams are made by a compiled function
+            self.graphs = {training: self.graph(training) for training in (True, False)}
         wanted = self.run["optimizer"]
         if wanted["name"] != "sgd":
             raise Unsupported("theano: this adapter has no mapping for optimizer %s" % wanted["name"])
@@ -150,7 +145,8 @@ class Framework(Base):
     def compiled(self, use):
         """The compiled function of this use. Compiling takes seconds to minutes, from a filled cache a fraction of it."""
         if use not in self.functions:
-            self.functions[use] = self.compile(use)
+            with compiling():
+                self.functions[use] = self.compile(use)
         return self.functions[use]
 
     def compile(self, use):
@@ -212,7 +208,8 @@ class Framework(Base):
         for velocity in self.velocities:
             velocity.set_value(numpy.zeros_like(velocity.get_value(borrow=True)), borrow=True)
         # the same dropout masks after every load
-        self.network.seed(self.run["seed"])
+        with compiling():
+            self.network.seed(self.run["seed"])
 
     def read(self):
         return {name: numpy.array(slot.get_value(borrow=True)) for name, slot in self.slots.items()}
@@ -284,76 +281,3 @@ class Framework(Base):
 def as_taken(array, variable):
     """The array as a compiled function takes it for this symbolic input without looking at it."""
     return numpy.require(array, variable.dtype, ["C", "A"])
-
-
-# -- how Theano is configured, before its import ------------------------------------------------------------------------
-def configure(threads):
-    """Environment variables that Theano, g++ and OpenMP read. framework.env may add THEANO_FLAGS of its own."""
-    home = compiled_folder()
-    flags = [
-        ("device", "cpu"),
-        ("floatX", "float32"),
-        ("mode", "FAST_RUN"),
-        ("base_compiledir", home),
-        # Keep the memory of intermediate results from step to step: up to a fifth faster, but twice the memory.
-        # framework.env may give it back.
-        ("allow_gc", "False"),
-        ("scan.allow_gc", "False"),
-        ("openmp", str(threads > 1)),
-        ("openmp_elemwise_minsize", str(ELEMWISE_LEAST)),
-        # A lock left by a killed process on this host is seen at once; one of another host, or of a process whose id lives again,
-        # is broken after so many seconds without a refresh (a living owner refreshes it).
-        ("compile.wait", "1"),
-        ("compile.timeout", "60"),
-    ]
-    if numpy_openblas():
-        folder = os.path.join(home, "blas")
-        link(numpy_openblas()._name, os.path.join(folder, "libopenblas.so"))
-        # found by the linker; at run time the library is already loaded (by numpy), under the name it knows itself by
-        os.environ["LIBRARY_PATH"] = os.pathsep.join([folder] + [p for p in [os.environ.get("LIBRARY_PATH")] if p])
-        # The name tells Theano that it can set the library's threads: to 1 inside its own OpenMP loops.
-        flags.append(("blas.ldflags", "-lopenblas"))
-    own = ["%s=%s" % flag for flag in flags]
-    os.environ["THEANO_FLAGS"] = ",".join(own + [f for f in [os.environ.get("THEANO_FLAGS")] if f])
-    # a ~/.theanorc would make runs differ from user to user
-    os.environ.setdefault("THEANORC", os.devnull)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    # Between its loops GCC's OpenMP would go on spinning on the CPUs that OpenBLAS's threads need (LeNet: 5 times slower).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def compiled_folder():
-    """Where Theano keeps what it has compiled: in the environment that crosstrain made, else in the user cache.
-
-    Each Theano has its own folder, which is kept on purpose: compiling again takes minutes.
-    """
-    if os.path.exists(os.path.join(sys.prefix, "complete.json")) and os.access(sys.prefix, os.W_OK):
-        return os.path.join(sys.prefix, "compiled")
-    where = importlib.util.find_spec("theano").origin
-    key = hashlib.sha256(("%s %s" % (where, os.path.getmtime(where))).encode()).hexdigest()[:12]
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(cache, "crosstrain", "theano", key)
-
-
-def link(target, path):
-    """Make `path` a symbolic link to `target`, whatever it was before; several processes may do it at once."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    if os.path.realpath(path) != os.path.realpath(target):
-        temporary = "%s.%d" % (path, os.getpid())
-        os.symlink(target, temporary)
-        os.rename(temporary, path)
-
-
-def numpy_openblas():
-    """The OpenBLAS in numpy's wheel, or None: another BLAS, or one with 64-bit indices, which Theano can not call."""
-    folder = os.path.dirname(os.path.dirname(os.path.abspath(numpy.__file__)))
-    for path in glob.glob(os.path.join(folder, "numpy.libs", "libopenblas*.so*")):
-        library = ctypes.CDLL(path)
-        if hasattr(library, "sgemm_"):
-            return library
-    return None
-
-
-def openmp():
-    """GCC's OpenMP library, which the compiled functions use."""
-    return ctypes.CDLL("libgomp.so.1")
