@@ -108,6 +108,55 @@ def test_published_numbers_stand_beside_ours(filled: Tracker) -> None:
     assert other.rows[0][1][2].text == published.NONE, "training with the update is not what the study has measured"
 
 
+def test_what_differs_between_networks_only_is_said_once(tmp_path: Path) -> None:
+    tracker = new_store(tmp_path)
+    for framework in ("torch", "mxnet"):
+        put(tracker, "s", 1.0, framework=framework, network="lenet", learning_rate="0.1")
+        put(tracker, "s", 1.0, framework=framework, network="fcn_r", learning_rate="0.5", accuracies=[0.5])
+    put(tracker, "s", 1.0, framework="torch", network="lenet", learning_rate="0.1", precision="bf16")
+    put(tracker, "s", 1.0, "contaminated", "others were busy", framework="jax", network="fcn_r", learning_rate="0.5", accuracies=[0.5])
+    report = report_of(tracker, "s")
+    assert "settings: lenet: lr 0.1; fcn_r: lr 0.5" in report.facts
+    times, *others = report.tables
+    assert [names[-1] for names, _ in times.rows] == ["jax fp32", "mxnet fp32", "torch fp32", "mxnet fp32", "torch bf16", "torch fp32"]
+    accuracy = next(table for table in others if table.title == "Training: accuracy")
+    assert [names[0] for names, _ in accuracy.rows] == ["fcn_r"] * 3, "no row without a number"
+    assert any("others were busy" in note for note in times.notes) and not any("busy" in note for t in others for note in t.notes)
+
+
+def test_substitute_data_is_said_and_never_beside_a_published_number(tmp_path: Path) -> None:
+    tracker = new_store(tmp_path)
+    for data, step_ms in (("synthetic", 70.0), ("ptb", 71.0), ("text", 72.0)):
+        put(tracker, "s", step_ms, network="lstm_ptb", data=data, batch_global=128, framework="tensorflow", study="shi2017_convergence")
+    report = report_of(tracker, "s")
+    assert "substitute data, not comparable with the study: lstm_ptb: text instead of ptb" in report.facts
+    theirs = {entries[0].text: entries[2].text for _, entries in report.tables[-1].rows if entries[0].text}
+    assert "74.0 (GTX Titan X" in theirs["70"] and "74.0" in theirs["71"]
+    assert theirs["72"] == "not compared: lstm_ptb: text instead of ptb"
+
+
+def test_pre_training_is_the_sum_of_its_stages(tmp_path: Path) -> None:
+    tracker = new_store(tmp_path)
+    options = {"task": "gradient", "batch_global": 64, "study": "bahrampour2016_autoencoder"}
+    for framework, times in {"torch": (1.0, 2.0, 4.0), "theano": (1.0, None, 4.0), "jax": (3.0, 3.0, 3.0)}.items():
+        for stage, step_ms in zip(("ae1", "ae2", "ae3"), times, strict=True):
+            put(
+                tracker,
+                "s",
+                step_ms,
+                "ok" if step_ms else "crashed",
+                "",
+                framework=framework,
+                network=f"autoencoder_small stage={stage}",
+                **options,
+            )
+    (table,) = (table for table in report_of(tracker, "s").tables if table.title.startswith("Pre-training"))
+    assert {names[-1]: [entry.text for entry in entries] for names, entries in table.rows} == {
+        "torch": ["7", "1 thread", "1.5 (Tesla M40, cuDNN 4)"],
+        "jax": ["9", "1 thread", published.NONE],
+    }
+
+
 def test_the_file_of_published_numbers_is_whole() -> None:
     rows = published.read()
     assert len(rows) == 178 and all(float(row["step_ms"]) > 0 and row["hardware"] and row["source"] for row in rows)

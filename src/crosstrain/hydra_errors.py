@@ -253,4 +253,4 @@ def _yaml_problem(text: str) -> str:
 
 
 def _bad_cells(failure: Failure) -> str:
-    return f'{failure.file}hydra.sweeper.cells: must be a list of mappings, [{{network: lenet, batch_size: "64,128"}}, …]'
+    return f'{failure.file}hydra.sweeper.cells and .smoke: must be lists of mappings, [{{network: lenet, batch_size: "64,128"}}, …]'

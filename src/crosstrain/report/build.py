@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from crosstrain.report import figures, formats, published, tables
-from crosstrain.report.cells import Cell, cells_of
+from crosstrain.report.cells import Cell, cells_of, of_networks
 from crosstrain.report.tables import Table
 from crosstrain.tracking.store import TrackedRun, Tracker
 
@@ -53,7 +53,8 @@ def of_runs(title: str, runs: Sequence[TrackedRun], tracker: Tracker | None) -> 
     made = tables.tables_of(cells)
     studies = sorted({run.tags["study"] for run in runs if run.tags.get("study")})
     for study in studies:
-        made.append(published.table_of([cell for cell in cells if any(r.tags.get("study") == study for r in cell.runs)], study))
+        own = [cell for cell in cells if any(r.tags.get("study") == study for r in cell.runs)]
+        made += filter(None, [published.pretraining_of(own, study), published.table_of(own, study)])
     return Report(title, _facts(runs, cells, studies), cells, made, figures.figures_of(cells, _curves(cells, tracker)))
 
 
@@ -72,8 +73,18 @@ def _facts(runs: Sequence[TrackedRun], cells: Sequence[Cell], studies: Sequence[
         f"frameworks: {', '.join(frameworks)}",
         f"sweep: {known('sweep', tags=True)}; crosstrain commit: {known('crosstrain_commit', tags=True) or 'not known'}",
     ]
+    if varied := of_networks(cells, tables.SETTINGS):
+        settings = {
+            cell.facts["network"]: ", ".join(
+                tables.SETTINGS[key].format(cell.facts[key]) for key in varied if cell.facts[key] not in ("", None)
+            )
+            for cell in cells
+        }
+        lines.append(f"settings: {'; '.join(f'{network}: {words}' for network, words in settings.items() if words)}")
     if studies:
         lines.append(f"study: {', '.join(studies)}; effort: {known('effort')}")
+        replaced = sorted({words for cell in cells if (words := published.substitute(cell))})
+        lines += [f"substitute data, not comparable with the study: {'; '.join(replaced)}"] if replaced else []
     unproven = sorted({f"{run.params['framework']} {run.params['network']}" for run in measured
                        if run.tags.get("outcome") == "ok" and not run.tags.get("parity", "").startswith("proven")})  # fmt: skip
     if unproven:

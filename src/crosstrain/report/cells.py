@@ -82,10 +82,17 @@ def _fact(key: str, text: str) -> Any:
 
 
 def varying(cells: Sequence[Cell], keys: Iterable[str]) -> list[str]:
-    """Those of `keys` in which cells of the same framework differ: what a row has to name beside the framework."""
-    known: dict[tuple[str, str], set[Any]] = {}
-    keys = list(keys)
+    """Those of `keys` in which cells of the same framework and network differ: what a row has to name beside these."""
+    return [key for key in keys if _differs(cells, key, ("framework", "network"))]
+
+
+def of_networks(cells: Sequence[Cell], keys: Iterable[str]) -> list[str]:
+    """Those of `keys` that tell nothing of a framework's rows, but differ from network to network: what a report says once."""
+    return [key for key in keys if not _differs(cells, key, ("network",)) and _differs(cells, key, ())]
+
+
+def _differs(cells: Sequence[Cell], key: str, within: Sequence[str]) -> bool:
+    known: dict[tuple[Any, ...], set[Any]] = {}
     for cell in cells:
-        for key in keys:
-            known.setdefault((cell.facts["framework"], key), set()).add(cell.facts[key])
-    return [key for key in keys if any(len(known[name, k]) > 1 for name, k in known if k == key)]
+        known.setdefault(tuple(cell.facts[one] for one in within), set()).add(cell.facts[key])
+    return any(len(values) > 1 for values in known.values())

@@ -63,6 +63,7 @@ MEASURES = (
     Measure("time_to_accuracy_s", "time to target accuracy, s", None),
     Measure("peak_memory_mb", "peak memory by the framework, MB", None),
     Measure("device_memory_mb", "memory on the device, MB", None),
+    Measure("build_s", "building the network (compilation ahead of time), s", None),
     Measure("first_step_s", "first iteration (compilation, tuning), s", None),
     Measure("energy_j_per_sample", "energy, J/sample", None),
 )
@@ -108,6 +109,7 @@ def table_of(cells: Sequence[Cell], measure: Measure, title: str) -> Table:
     notes: list[str] = []
     best = _best(rows, columns, measure, notes)
     entries = [(list(row), [_entry(rows[row].get(c), measure, (row, c) in best, notes) for c in columns]) for row in names]
+    entries = [(row, cells_of_row) for row, cells_of_row in entries if any(entry.text for entry in cells_of_row)]
     heads = ["network", "device" if by_batch else "batch", "framework"]
     return Table(title, heads, [f"batch {text}" if by_batch else text for _, text in columns], entries, notes)
 
@@ -146,7 +148,7 @@ def _entry(cell: Cell | None, measure: Measure, best: bool, notes: list[str]) ->
     if outcome != "ok":
         text += f" ({outcome})"
         note = f"{cell.facts['network']} {cell.facts['framework']}, {cell.place}: {outcome}: {cell.reason}"
-        if note not in notes:
+        if measure.metric == "step_ms" and note not in notes:  # said once, under the times
             notes.append(note)
     return Entry(text, best)
 
