@@ -38,6 +38,9 @@ def prepare_process(run, rank):
     if cpus:
         share = len(cpus) // run["world_size"]
         os.sched_setaffinity(0, cpus[rank * share : (rank + 1) * share])
+    from crosstrain_worker import machines
+
+    machines.choose_gpus(run, rank)
 
 
 def main(argv):

@@ -1,24 +1,33 @@
 """What all ranks of a run must decide alike: rank 0 decides, the others read it in the run folder. Always outside the clock.
 
 Ranks that reduce gradients together must do the same number of iterations: in one more, a rank waits for the others for ever.
-Each decision is a line `{"<what>": value}` of `decisions.jsonl`. One rank alone decides without a file.
+Each decision is a line `{"<what>": value}` of `decisions.jsonl`. One rank alone decides without a file. Ranks on several machines get
+the lines over TCP, too: a file system that they share may show them seconds later.
 """
 
 import json
 import os
+import socket
 import time
 
+from crosstrain_worker import machines
+
 FILE = "decisions.jsonl"
+#: host and port at which rank 0 tells the other machines
+ADDRESS = "agreement"
 POLL_S = 0.001
+NEW_FILE_POLL_S = 0.1
 
 
 class Agreement(object):
     """One rank's side. All ranks must ask for the same things in the same order."""
 
-    def __init__(self, folder, rank, world_size):
+    def __init__(self, folder, rank, world_size, link=None):
+        """`link`: a `Listener` for rank 0, a `Line` for the others, where they are on several machines."""
         self.rank = rank
         # Every rank opens it for appending, so that it is there for whoever comes first; only rank 0 writes.
         self.file = open(os.path.join(folder, FILE), "a+b", buffering=0) if world_size > 1 else None
+        self.link = link
         self.read = 0
         self.rest = b""
 
@@ -28,7 +37,10 @@ class Agreement(object):
             return decide(*arguments)
         if self.rank == 0:
             value = decide(*arguments)
-            self.file.write(json.dumps({what: value}).encode() + b"\n")
+            line = json.dumps({what: value}).encode() + b"\n"
+            self.file.write(line)
+            if self.link is not None:
+                self.link.send(line)
             return value
         decision = json.loads(self.next_line().decode())
         if what not in decision:
@@ -42,13 +54,89 @@ class Agreement(object):
             if newline:
                 self.rest = rest
                 return line
-            self.file.seek(self.read)
-            new = self.file.read()
-            self.read += len(new)
-            self.rest += new
-            if not new:
-                time.sleep(POLL_S)
+            self.rest += self.new()
+
+    def new(self):
+        """What came since the last time, perhaps nothing."""
+        if self.link is not None:
+            return self.link.receive()
+        self.file.seek(self.read)
+        new = self.file.read()
+        self.read += len(new)
+        if not new:
+            time.sleep(POLL_S)
+        return new
 
     def close(self):
         if self.file is not None:
             self.file.close()
+
+
+def link(run, rank):
+    """The `link` of an Agreement: None on one machine."""
+    if machines.nodes(run) == 1:
+        return None
+    return Listener(run) if rank == 0 else Line(run)
+
+
+class Listener(object):
+    """Rank 0's side: a free port, written into the run folder. Who comes must know the run's id."""
+
+    def __init__(self, run):
+        self.run, self.lines = run, []
+        self.socket = socket.socket()
+        self.socket.bind(("", 0))
+        self.socket.listen(run["world_size"])
+        path = os.path.join(run["folder"], ADDRESS)
+        with open(path + ".tmp", "w") as out:
+            out.write("%s %d" % (run["address"], self.socket.getsockname()[1]))
+        os.rename(path + ".tmp", path)
+
+    def send(self, line):
+        """To all others; the first time it waits until they are here."""
+        while len(self.lines) < self.run["world_size"] - 1:
+            connection, _ = self.socket.accept()
+            connection.settimeout(10)
+            try:
+                known = connection.recv(32, socket.MSG_WAITALL) == self.run["run_id"].encode()
+            except OSError:
+                known = False
+            connection.settimeout(None)
+            if known:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self.lines.append(connection)
+            else:
+                connection.close()
+        for connection in self.lines:
+            try:
+                connection.sendall(line)
+            except OSError:  # that rank is gone, and the driver knows better why
+                pass
+
+
+class Line(object):
+    """Another rank's side."""
+
+    def __init__(self, run):
+        self.run, self.socket = run, None
+
+    def receive(self):
+        if self.socket is None:
+            self.socket = socket.create_connection(self.address())
+            self.socket.sendall(self.run["run_id"].encode())
+        try:
+            new = self.socket.recv(65536)
+        except OSError:
+            new = b""
+        if not new:
+            time.sleep(NEW_FILE_POLL_S)  # rank 0 is gone: the driver stops this one, and tells why
+        return new
+
+    def address(self):
+        """Of rank 0. Listing the folder, unlike asking for a name, makes NFS look at once."""
+        folder = self.run["folder"]
+        while ADDRESS not in os.listdir(folder):
+            time.sleep(NEW_FILE_POLL_S)
+        with open(os.path.join(folder, ADDRESS)) as source:
+            host, port = source.read().split()
+        return host, int(port)

@@ -10,7 +10,7 @@ import traceback
 import numpy
 
 from crosstrain_worker import ladder, loop, result
-from crosstrain_worker.agreement import Agreement
+from crosstrain_worker.agreement import Agreement, link
 from crosstrain_worker.events import Events
 from crosstrain_worker.frameworks.base import Unsupported
 from crosstrain_worker.record import Recorder
@@ -25,7 +25,7 @@ class Session(object):
         self.folder = run["folder"]
         self.events = Events(self.folder, rank)
         self.recorder = Recorder(os.path.join(self.folder, "samples.%d.bin" % rank))
-        self.agreement = Agreement(self.folder, rank, run["world_size"])
+        self.agreement = Agreement(self.folder, rank, run["world_size"], link(run, rank))
         self.result = {
             "schema": result.SCHEMA,
             "status": "ok",
@@ -39,7 +39,8 @@ class Session(object):
         }
         self.framework = None
         # Rows carry perf_counter; this turns them into unix time.
-        self.events.write("clock", unix_minus_perf_counter=time.time() - time.perf_counter())
+        host = os.environ.get("SLURMD_NODENAME") or platform.node()
+        self.events.write("clock", unix_minus_perf_counter=time.time() - time.perf_counter(), host=host)
 
     def enter(self, phase, **fields):
         """A phase begins: told to the driver, kept for the result, and (for faults on request) to the framework."""
@@ -85,6 +86,7 @@ def start(session):
     module = importlib.import_module("crosstrain_worker.frameworks.on_" + run["framework"]["name"])
     framework = module.Framework(run)
     framework.rank = session.rank
+    framework.share = session.agreement.share
     session.framework = framework
     session.timed("import", framework.load_library)
     session.result["versions"].update(framework.versions())
@@ -126,22 +128,33 @@ def first_line(error):
     return lines[0][:500] if lines else type(error).__name__
 
 
+def with_network(session):
+    """All modes but `ceilings`."""
+    run = session.run
+    start(session)
+    if run["mode"] == "parity":
+        session.enter("ladder")
+        ladder.run(run, session.framework, session.rank)
+    elif run["mode"] == "shapes":
+        ladder.write_shapes(run, session.framework)
+    else:
+        loop.measure_and_train(session, initial_arrays)
+    session.result["peak_memory_mb"] = session.framework.peak_memory_mb()
+
+
 def work(run, rank):
     """Do one rank's whole work. Returns the process's exit code; never raises."""
     session = Session(run, rank)
     out = session.result
     try:
-        start(session)
-        if run["mode"] == "parity":
-            session.enter("ladder")
-            ladder.run(run, session.framework, rank)
-        elif run["mode"] == "shapes":
-            ladder.write_shapes(run, session.framework)
+        if run["mode"] == "ceilings":
+            name = "crosstrain_worker.frameworks.%s_ceilings" % run["framework"]["name"]
+            session.timed("import", lambda: importlib.import_module(name)).measure(session)
         else:
-            loop.measure_and_train(session, initial_arrays)
-        out["peak_memory_mb"] = session.framework.peak_memory_mb()
+            with_network(session)
         session.enter("done")
-        session.framework.close()
+        if session.framework is not None:
+            session.framework.close()
     except BaseException as error:  # also SystemExit of a library: a worker always says how it ended
         out["status"], out["message"], out["hint"] = describe(session, error)
         out["error_type"] = type(error).__name__

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from crosstrain.environments import Environment
-from crosstrain.launch import horovod, local, mpi
+from crosstrain.launch import horovod, local, mpi, slurm
 
 
 class Rank(Protocol):
@@ -23,10 +24,24 @@ class Rank(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
+def check(launcher: str, folder: Path) -> None:
+    """Raises ConfigError where runs can not be started by `launcher` here. `folder`: where the results are or will be."""
+    if launcher == "slurm":
+        slurm.check(folder)
+
+
 def start(run: Mapping[str, Any], place: Environment, extra: Mapping[str, str]) -> Sequence[Rank]:
-    """Start all ranks of `run` (run.json is written), by Horovod's launcher or mpirun where they need it."""
+    """Start all ranks of `run` (run.json is written), by mpirun or Horovod's launcher where they need it, on several machines by srun."""
+    if run["world_size"] > 1 and run["parallelism"] == "native" and run["framework"].get("started_by") == "mpirun":
+        return mpi.start(run, place, extra)
+    if run.get("nodes", 1) > 1:
+        return slurm.start(run, place, extra)
     if run["world_size"] > 1 and run["parallelism"] == "horovod":
         return horovod.start(run, place, extra)
-    if run["world_size"] > 1 and run["framework"].get("started_by") == "mpirun":
-        return mpi.start(run, place, extra)
     return local.start(run, place, extra)
+
+
+def stop(run: Mapping[str, Any]) -> None:
+    """End what is left of `run` on other machines; the processes of this one are the caller's."""
+    if run.get("nodes", 1) > 1:
+        slurm.stop(run)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from crosstrain.environments import Environment
-from crosstrain.launch import program
+from crosstrain.launch import local, program
 
 #: ranks wait for each other while they start; a framework's import takes this long on a busy machine
 MEET_S = 600
@@ -17,4 +17,4 @@ def start(run: Mapping[str, Any], place: Environment, extra: Mapping[str, str]) 
     ranks = run["world_size"]
     horovodrun = [*program.python(place), "-m", "horovod.runner.launch", "--gloo", "--disable-cache"]
     options = ["--gloo-timeout-seconds", str(MEET_S), "-np", str(ranks), "-H", f"localhost:{ranks}"]
-    return program.start(run, place, extra, [*horovodrun, *options], "HOROVOD_RANK")
+    return program.start(run, local.environment(run, extra), place, [*horovodrun, *options], "HOROVOD_RANK")

@@ -1,4 +1,4 @@
-"""framework.started_by=mpirun: Open MPI starts all ranks on this machine, and they find each other through it."""
+"""framework.started_by=mpirun: Open MPI starts all ranks, and they find each other through it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from crosstrain.environments import Environment
 from crosstrain.errors import OutcomeError
-from crosstrain.launch import program
+from crosstrain.launch import local, program, slurm
 
 
 def start(run: Mapping[str, Any], place: Environment, extra: Mapping[str, str]) -> list[program.Rank]:
@@ -19,4 +19,9 @@ def start(run: Mapping[str, Any], place: Environment, extra: Mapping[str, str]) 
         raise OutcomeError("env_missing", f"{name}'s ranks are started by mpirun, which is not on PATH", "apt-get install openmpi-bin")
     # The workers pin themselves; mpirun would count one slot for each physical core, and refuses to work for root.
     options = ["--bind-to", "none", "--oversubscribe", "--allow-run-as-root", "-n", str(run["world_size"])]
-    return program.start(run, place, extra, [mpirun, *options], "OMPI_COMM_WORLD_RANK")
+    if run.get("nodes", 1) > 1:
+        # It sees that it is in a Slurm job, and starts its own processes on the nodes by srun. These are not all of the job's.
+        hosts = ",".join(slurm.allocation().nodes[: run["nodes"]])
+        options += ["--host", hosts, "--map-by", f"ppr:{run['world_size'] // run['nodes']}:node"]
+        extra = {"SLURM_OVERLAP": "1", **extra}
+    return program.start(run, local.environment(run, extra), place, [mpirun, *options], "OMPI_COMM_WORLD_RANK")

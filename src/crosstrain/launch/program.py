@@ -1,4 +1,4 @@
-"""What launchers have in common that start all ranks by one program of their own: horovodrun, mpirun."""
+"""What launchers have in common that start all ranks by one program of their own: horovodrun, mpirun, srun."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from crosstrain import paths
 from crosstrain.environments import Environment
-from crosstrain.launch import local
 
 #: a line `<rank> <exit code>` for each rank, in the order in which they ended
 EXITS = "exits"
@@ -67,7 +66,7 @@ def python(place: Environment) -> list[str]:
     return [str(place.python), *(["-I", "-B", "-u"] if place.isolated else ["-B", "-u"])]
 
 
-def start(run: Mapping[str, Any], place: Environment, extra: Mapping[str, str], program: Sequence[str], variable: str) -> list[Rank]:
+def start(run: Mapping[str, Any], environ: Mapping[str, str], place: Environment, program: Sequence[str], variable: str) -> list[Rank]:
     """Start all ranks of `run` (run.json is written) by `program` …; it tells each rank its number in the environment `variable`."""
     folder = Path(run["folder"])
     worker = [*python(place), str(paths.worker_dir()), str(folder)]
@@ -79,7 +78,7 @@ def start(run: Mapping[str, Any], place: Environment, extra: Mapping[str, str], 
             stdout=out,
             stderr=err,
             cwd=folder,
-            env=local.environment(run, extra),
+            env=environ,
             start_new_session=True,
         )
     exits = Exits(folder / EXITS)

@@ -4,6 +4,8 @@ Everything here is called by `loop` (measuring and training) and `ladder` (parit
 in the spec's canonical layouts (NCHW, OIHW, (out, in)), float32 unless said otherwise.
 """
 
+from crosstrain_worker import machines
+
 
 class Unsupported(Exception):
     """This framework, here, can not do what the run asks. The cell ends as `unsupported`; `hint` may say how to get it."""
@@ -33,6 +35,8 @@ class Base(object):
     max_replicas = 1
     #: how many of a run's replicas one rank drives natively: `one` or `all`; conf/framework/<name>.yaml says the same to the driver
     replicas_per_rank = "one"
+    #: whether its own way of reducing gradients reaches over several machines; Horovod's does
+    several_machines = False
     #: whether it keeps parameters with `trained: false` as they are loaded, and takes an op of the network as the target
     frozen_parameters = False
     #: named differences from the spec that can not be configured away: {op or parameter: words}
@@ -48,6 +52,8 @@ class Base(object):
             self.replicas_per_rank = "one"
         #: this worker's rank, set by the session
         self.rank = 0
+        #: share(what, decide): what rank 0 decides, on every rank; set by the session
+        self.share = None
         #: the phase the run is in, set by the session
         self.phase = "import"
         #: set by the loop: also compute the number of correct answers in each step
@@ -83,14 +89,25 @@ class Base(object):
                     "%s can not do %s=%s on %s" % (name, key, value, run["device"]),
                     "it can do %s" % (", ".join(allowed) or "nothing there"),
                 )
+        nodes = machines.nodes(run)
+        if nodes > 1 and not (self.several_machines or self.horovod):
+            raise Unsupported(
+                "crosstrain drives %s's own data parallelism on one machine only, asked for %d" % (name, nodes),
+                "launcher.nodes=1, or parallelism=horovod where the framework has it",
+            )
         if run["replicas"] > self.max_replicas:
             raise Unsupported("%s drives at most %d replica here, asked for %d" % (name, self.max_replicas, run["replicas"]))
-        ranks = run["replicas"] if self.replicas_per_rank == "one" else 1
+        ranks = run["replicas"] if self.replicas_per_rank == "one" else nodes
         if run["world_size"] != ranks:
             raise Unsupported(
                 "%s needs %d ranks for replicas=%d, it got %d" % (name, ranks, run["replicas"], run["world_size"]),
                 "framework.replicas_per_rank=%s" % self.replicas_per_rank,
             )
+
+    @property
+    def local_rank(self):
+        """This worker's number among those of its machine: which of the devices it takes."""
+        return machines.local_rank(self.run, self.rank)
 
     def trained_parameters(self):
         """The spec's entries of the parameters that are trained; the others are loaded and stay as they are."""

@@ -61,6 +61,7 @@ class Framework(Base):
     compile_modes = ("off",)
     memory_formats = ("contiguous",)
     max_replicas = 1024
+    several_machines = True
     frozen_parameters = True
 
     def __init__(self, run):
@@ -111,10 +112,10 @@ class Framework(Base):
         if not glob.glob(os.path.join(os.path.dirname(C.__file__), "libs", "libcudart*")):
             raise Unsupported("this build of CNTK (%s) has no CUDA" % version, "install cntk-gpu, or device=cpu")
         seen = sum(1 for device in C.device.all_devices() if device.type() == C.device.DeviceKind.GPU)
-        if seen <= self.rank:
-            which = " %d" % self.rank if seen else ""
+        if seen <= self.local_rank:
+            which = " %d" % self.local_rank if seen else ""
             raise Unsupported("CNTK %s sees no GPU%s: the driver is missing or too old" % (version, which), "device=cpu")
-        found = C.device.get_gpu_properties(C.device.gpu(self.rank))
+        found = C.device.get_gpu_properties(C.device.gpu(self.local_rank))
         capability = (found.version_major, found.version_minor)
         # By NVIDIA's documentation of CUDA 10.0 and cuDNN 7, which the wheel brings along; not tried.
         if capability > (7, 5):
@@ -127,7 +128,7 @@ class Framework(Base):
     # -- set up ----------------------------------------------------------------------------------------------------------
     def setup(self):
         C.logging.set_trace_level(C.logging.TraceLevel.Error)
-        self.device = C.device.gpu(self.rank) if self.gpu else C.device.cpu()
+        self.device = C.device.gpu(self.local_rank) if self.gpu else C.device.cpu()
         C.device.try_set_default_device(self.device)
         # Before the first Trainer, which would take all CPUs.
         C.cntk_py.set_max_num_cputhreads(self.run["threads"])

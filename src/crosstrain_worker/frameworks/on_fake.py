@@ -2,7 +2,7 @@
 
 It has a pretended asynchronous device: `step` queues `step_ms` of work and returns at once, `sync` waits for the queue.
 
-`fault` (at `fault_phase`, rank `fault_rank`, from step `fault_iteration` of that phase on):
+`fault` (at `fault_phase`, rank `fault_rank`, from step `fault_iteration` of that phase on, where a replica's batch is above `fault_batch`):
 raise, nan_loss, hang, kill (SIGKILL), segv (SIGSEGV), exit (leaves without a result), device_oom, host_oom (really takes memory
 until it is refused or killed), silent (writes nothing, not even a result), stderr (10 MB of it, then raises), truncate (cuts its
 samples file, then is killed), grandchild (leaves a child behind that ignores SIGTERM, then raises), no_sync (sync does not wait),
@@ -29,6 +29,7 @@ class Framework(Base):
     ops = frozenset()
     precisions = {"cpu": ("fp32", "bf16"), "gpu": ("fp32", "tf32", "bf16", "fp16")}
     max_replicas = 64
+    several_machines = True
     frozen_parameters = True
 
     def check(self):
@@ -123,7 +124,9 @@ class Framework(Base):
 
     # -- faults --------------------------------------------------------------------------------------------------------
     def strikes(self, phase):
-        return phase == self.fault_phase and self.rank == self.run["framework"]["fault_rank"]
+        settings = self.run["framework"]
+        here = phase == self.fault_phase and self.rank == settings["fault_rank"]
+        return here and self.run["batch_per_replica"] > settings.get("fault_batch", 0)
 
     def fail_at(self, phase):
         if self.strikes(phase):

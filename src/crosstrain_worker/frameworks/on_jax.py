@@ -5,6 +5,8 @@ import platform
 
 import numpy
 
+from crosstrain_worker import machines
+
 from .base import Base, Unsupported
 
 # Set by load_library: importing JAX is timed, and reads the environment.
@@ -15,12 +17,14 @@ optax = None
 
 #: jax_default_matmul_precision, which convolutions follow, too; with bf16 nothing is computed from float32
 MATMUL_PRECISION = {"fp32": "highest", "tf32": "tensorfloat32", "bf16": None}
+#: seconds until a rank that waits for the others gives up: the driver has the time limits
+FOREVER_S = 86400
 #: XLA's compute threads on the CPU have this name
 POOL = "tf_XLAEigen"
 
 
 class Framework(Base):
-    """All replicas in one rank: a mesh of the CPU devices or GPUs with one axis, `replicas`.
+    """All replicas of a machine in one rank: a mesh of the CPU devices or GPUs of all machines with one axis, `replicas`.
 
     Parameters lie whole on every device, batches are split along their first axis. Several replicas: the step is mapped over them
     (shard_map) with the mean of their gradients in it, and XLA makes one program of it all. States then have a first axis of replicas:
@@ -64,6 +68,7 @@ class Framework(Base):
     memory_formats = ("channels_last",)
     max_replicas = 1024
     replicas_per_rank = "all"
+    several_machines = True
     frozen_parameters = True
 
     def __init__(self, run):
@@ -72,6 +77,9 @@ class Framework(Base):
         self.settings = run["framework"]
         self.compile = self.settings.get("compile", "off")
         self.replicas = run["replicas"]
+        self.nodes = machines.nodes(run)
+        #: replicas of this machine
+        self.here = self.replicas // self.nodes
         for op in self.spec["ops"]:
             if op["op"] == "batch_norm" and op["variance"] != "biased":
                 self.deviations[op["name"]] = "running variance is biased, the spec's is %s" % op["variance"]
@@ -89,7 +97,7 @@ class Framework(Base):
                 add_xla_flag("--xla_gpu_deterministic_ops=true")
         else:
             # The size of XLA's thread pools. Without it they are as large as the CPU affinity, which is not set for every run.
-            os.environ["NPROC"] = str(self.run["threads"] * self.replicas)
+            os.environ["NPROC"] = str(self.run["threads"] * self.here)
         import jax as library
         import optax as optimizers
 
@@ -113,8 +121,20 @@ class Framework(Base):
 
     def check(self):
         Base.check(self)
+        if self.nodes > 1:
+            self.join()  # before it looks for devices
         if self.gpu:
             self.check_gpu()
+
+    def join(self):
+        """Meet the ranks of the other machines; waits for them."""
+        jax.distributed.initialize(
+            "%s:%d" % (self.run["address"], self.share("rendezvous", machines.free_port)),
+            num_processes=self.nodes,
+            process_id=self.rank,
+            local_device_ids=list(range(self.here)),
+            initialization_timeout=FOREVER_S,
+        )
 
     def check_gpu(self):
         import importlib.metadata
@@ -140,9 +160,13 @@ class Framework(Base):
         if not self.gpu:
             jax.config.update("jax_platforms", "cpu")
             if self.replicas > 1:
-                jax.config.update("jax_num_cpu_devices", self.replicas)
+                jax.config.update("jax_num_cpu_devices", self.here)
+            if self.nodes > 1:
+                jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.config.update("jax_default_matmul_precision", MATMUL_PRECISION[self.run["precision"]])
         self.devices = jax.devices()[: self.replicas]
+        #: those of this machine
+        self.local = [device for device in self.devices if device.process_index == self.rank]
         self.mesh = jax.sharding.Mesh(numpy.array(self.devices), ("replicas",))
         self.everywhere = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
         self.split = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec("replicas"))
@@ -206,24 +230,30 @@ class Framework(Base):
             if array.shape != self.shapes[name].shape:
                 raise ValueError("jax: %s has shape %s, not %s" % (name, array.shape, self.shapes[name].shape))
             each = self.replicas > 1 and name in self.state_names
-            array = numpy.array([array] * self.replicas if each else array, order="C")
+            array = numpy.array([array] * self.here if each else array, order="C")
             # a copy: a step gives the memory of its arguments away
-            placed[name] = jax.device_put(array, self.split if each else self.everywhere, may_alias=False)
+            placed[name] = self.put(array, self.split if each else self.everywhere, may_alias=False)
         self.trained = {name: placed.pop(name) for name in self.trained_names}
         self.states = {name: placed.pop(name) for name in self.state_names}
         self.frozen = placed
-        self.momentum = jax.device_put(self.optimizer.init(self.trained), self.everywhere)
+        self.momentum = jax.jit(self.optimizer.init, out_shardings=self.everywhere)(self.trained)
         # the same dropout masks after every load
-        self.key = jax.device_put(jax.random.key(self.run["seed"]), self.everywhere) if self.functions.random else None
+        self.key = jax.jit(lambda: jax.random.key(self.run["seed"]), out_shardings=self.everywhere)() if self.functions.random else None
         self.sync()
 
+    def put(self, array, where, may_alias=None):
+        """On the devices: all of the array, or this machine's part of it."""
+        if self.nodes > 1:
+            return jax.make_array_from_process_local_data(where, array)
+        return jax.device_put(array, where, may_alias=may_alias)
+
     def read(self):
-        return self.read_replicas(self.devices[:1])[0]
+        return self.read_replicas(self.local[:1])[0]
 
     def read_replicas(self, devices=None):
         if self.trained is None:
             return [self.to_canonical({name: numpy.zeros(shape.shape) for name, shape in self.shapes.items()})]
-        return [self.to_canonical(self.values(device)) for device in devices or self.devices]
+        return [self.to_canonical(self.values(device)) for device in devices or self.local]
 
     def values(self, device):
         """{the spec's name: array in Flax's layout} of what one device has."""
@@ -240,7 +270,7 @@ class Framework(Base):
     # -- one batch ---------------------------------------------------------------------------------------------------------
     def to_device(self, inputs, targets):
         """On the CPU the arrays may be used in place: do not write into them before the step is done."""
-        where = self.split if len(inputs) % self.replicas == 0 else self.everywhere
+        where = self.split if len(inputs) % self.here == 0 else self.everywhere
         kind = self.spec["target"]["kind"]
         placed = self.placed(inputs, where)
         if targets is None or kind in ("input", "op"):
@@ -248,7 +278,7 @@ class Framework(Base):
         return placed, self.placed(numpy.asarray(targets, "int32") if kind == "class" else targets, where)
 
     def placed(self, array, where):
-        array = jax.device_put(array, where)
+        array = self.put(array, where)
         return self.prepare(array) if array.ndim == 4 else array
 
     def step(self, batch):
@@ -271,18 +301,25 @@ class Framework(Base):
     def sync(self):
         jax.block_until_ready((self.pending, self.trained, self.momentum, self.states))
 
+    def meet(self):
+        if self.nodes > 1:
+            from jax.experimental import multihost_utils
+
+            multihost_utils.sync_global_devices("crosstrain")
+
     def value(self, handle):
-        return float(handle if handle.ndim == 0 else self.first(handle))
+        return float(handle if handle.ndim == 0 else self.first(on(self.local[0], handle)))
 
     def probe(self):
         if not self.trained_names:
             return 0.0
         array = self.trained[self.trained_names[-1]]
-        return sum(float(self.first(on(device, array))) for device in self.devices)
+        return sum(float(self.first(on(device, array))) for device in self.local)
 
     def evaluate(self, batch):
         loss, correct = self.judge(self.trained, self.frozen, self.states, *batch)
-        return float(loss), int(correct)
+        # every machine gave the whole batch
+        return float(loss), int(correct) // (1 if batch[0].is_fully_replicated else self.nodes)
 
     # -- for the ladder -------------------------------------------------------------------------------------------------------
     def output(self, batch, training):
@@ -297,11 +334,11 @@ class Framework(Base):
     def peak_memory_mb(self):
         if not self.gpu:
             return None
-        return max(device.memory_stats()["peak_bytes_in_use"] for device in self.devices) / 1e6
+        return max(device.memory_stats()["peak_bytes_in_use"] for device in self.local) / 1e6
 
     def effective(self):
         found = {
-            "device": ", ".join(device.device_kind if self.gpu else "cpu:%d" % device.id for device in self.devices),
+            "device": ", ".join(device.device_kind if self.gpu else "cpu:%d" % device.local_hardware_id for device in self.local),
             "precision": self.effective_precision(),
             "deterministic": not self.gpu or "--xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", ""),
             "memory_format": "channels_last",
@@ -309,7 +346,7 @@ class Framework(Base):
             "autotune": self.gpu and "--xla_gpu_autotune_level=0" not in os.environ.get("XLA_FLAGS", ""),
         }
         if not self.gpu:
-            found["threads"] = pool_threads() // self.replicas
+            found["threads"] = pool_threads() // self.here
         return found
 
     def effective_precision(self):
@@ -324,6 +361,10 @@ class Framework(Base):
         return isinstance(error, jax.errors.JaxRuntimeError) and (
             "RESOURCE_EXHAUSTED" in words or "out of memory" in words.lower() or "CUDA_ERROR_OUT_OF_MEMORY" in words
         )
+
+    def close(self):
+        if self.nodes > 1:
+            jax.distributed.shutdown()
 
 
 def on(device, array):

@@ -7,6 +7,8 @@ import platform
 
 import numpy
 
+from crosstrain_worker import machines
+
 from . import with_horovod
 from .base import Base, Unsupported
 
@@ -17,11 +19,11 @@ hvd = None
 
 
 class Framework(Base):
-    """All replicas in one rank: on cpu(0), cpu(1), … or gpu(0), gpu(1), … (CUDA_VISIBLE_DEVICES is set by the launcher).
+    """All replicas of a machine in one rank: on cpu(0), cpu(1), … or gpu(0), gpu(1), … (CUDA_VISIBLE_DEVICES is set by the launcher).
 
-    Several: a Gluon Trainer with kvstore `device`, which adds their gradients. With Horovod: one in each rank, on cpu(0) or gpu(rank),
-    and Horovod's DistributedTrainer; `replicas` are the rank's own. A batch is a list of each replica's part, a handle
-    (arrays of the replicas, divisor): its value is their sum over the divisor.
+    Several: a Gluon Trainer with kvstore `device`, which adds their gradients; on several machines `dist_sync` (`mxnet_machines`).
+    With Horovod: one in each rank, on cpu(0) or gpu(local rank), and Horovod's DistributedTrainer; `replicas` are the rank's own. A
+    batch is a list of each replica's part, a handle (arrays of the replicas, divisor): its value is their sum over the divisor.
     """
 
     ops = frozenset(
@@ -60,6 +62,7 @@ class Framework(Base):
     memory_formats = ("contiguous",)
     max_replicas = 1024
     replicas_per_rank = "all"
+    several_machines = True
     frozen_parameters = True
 
     def __init__(self, run):
@@ -67,7 +70,9 @@ class Framework(Base):
         self.gpu = run["device"] == "gpu"
         self.settings = run["framework"]
         self.compile = self.settings.get("compile", "off")
-        self.replicas = 1 if self.horovod else run["replicas"]
+        self.here = run["replicas"] // machines.nodes(run)  # on this machine
+        self.replicas = 1 if self.horovod else self.here
+        self.store = None
         self.distributed = self.horovod and run["world_size"] > 1
         # Found by experiment on the CPU; cuDNN keeps n/(n-1) times the batch's variance.
         kept = "unbiased" if self.gpu else "biased"
@@ -124,16 +129,20 @@ class Framework(Base):
                 "MXNet %s has no code for compute capability %d.%d (the wheels end at 8.6)" % ((mx.__version__,) + capability),
                 "device=cpu",
             )
-        seen, wanted = mx.context.num_gpus(), self.run["replicas"]
+        seen, wanted = mx.context.num_gpus(), self.here
         if seen < wanted:
             raise Unsupported("MXNet %s sees %d GPUs, not %d" % (mx.__version__, seen, wanted), "device=cpu")
 
     # -- set up ----------------------------------------------------------------------------------------------------------
     def setup(self):
-        first = self.rank if self.gpu else 0
+        first = self.local_rank if self.gpu else 0
         self.contexts = [mx.gpu(first + i) if self.gpu else mx.cpu(i) for i in range(self.replicas)]
         if self.distributed:
-            with_horovod.join(hvd, self.run, self.rank)
+            with_horovod.join(hvd, self.run, self.rank, self.share)
+        elif machines.nodes(self.run) > 1:
+            from . import mxnet_machines
+
+            self.store = mxnet_machines.Store(mx, self.run, self.rank, self.share)
 
     def build(self):
         self.network = layers.Network(self.spec)
@@ -166,7 +175,7 @@ class Framework(Base):
             parameter._trainer = None
         options = {"learning_rate": wanted["learning_rate"], "momentum": wanted["momentum"], "wd": wanted["weight_decay"]}
         #: how many times their mean reduced gradients are, and by what the trainer has to be told to divide them
-        self.sum_of = self.divisor = self.replicas
+        self.sum_of = self.divisor = self.replicas if self.distributed else self.run["replicas"]
         if self.distributed:
             # Not as a list, which it sorts: parameters have no order.
             self.trainer = hvd.DistributedTrainer({slot.name: slot for slot in self.parameters}, "sgd", options)
@@ -177,10 +186,21 @@ class Framework(Base):
             self.parameters,
             "sgd",
             options,
-            kvstore="device",  # not used for one replica
-            # Its own choice (in the store), except where something comes between reduction and update.
-            update_on_kvstore=False if self.clip_norm is not None or self.run["task"] == "gradient" else None,
+            kvstore="device" if self.store is None else self.store.kvstore,  # not used for one replica
+            # Its own choice (in the store), except where something comes between reduction and update; and not in that of several
+            # machines, which knows nothing of the parameters that do not decay.
+            update_on_kvstore=False if self.store or self.clip_norm is not None or self.run["task"] == "gradient" else None,
         )
+
+    def forget(self):
+        """The optimiser's state as it is before the first step."""
+        if self.store is None:
+            self.new_trainer()
+            return
+        # The servers would take the first values of another trainer for gradients.
+        for updater in self.trainer._updaters:
+            updater.states.clear()
+            updater.states_synced.clear()
 
     def load(self, arrays):
         if set(arrays) != set(self.slots):
@@ -190,7 +210,7 @@ class Framework(Base):
             if tuple(array.shape) != tuple(parameter.shape):
                 raise ValueError("mxnet: %s has shape %s, not %s" % (name, tuple(parameter.shape), tuple(array.shape)))
             parameter.set_data(mx.nd.array(array, ctx=self.contexts[0], dtype="float32"))
-        self.new_trainer()
+        self.forget()
         # the same dropout masks after every load
         mx.random.seed(self.run["seed"])
 
@@ -261,6 +281,8 @@ class Framework(Base):
     def meet(self):
         if self.distributed:
             hvd.allreduce(mx.nd.zeros(1, ctx=self.contexts[0]), name="meet").wait_to_read()
+        elif self.store is not None:
+            self.store.meet()
 
     def value(self, handle):
         arrays, divisor = handle
@@ -318,6 +340,8 @@ class Framework(Base):
     def close(self):
         if self.distributed:
             hvd.shutdown()
+        elif self.store is not None:
+            self.store.close()
 
 
 def first_element(array):

@@ -61,6 +61,7 @@ class Framework(Base):
     compile_modes = ("off", "on", "max")
     memory_formats = ("contiguous",)
     max_replicas = 1024
+    several_machines = True
     frozen_parameters = True
 
     def __init__(self, run):
@@ -135,9 +136,9 @@ class Framework(Base):
         version = paddle.__version__
         if not paddle.is_compiled_with_cuda():
             raise Unsupported("this build of Paddle (%s) has no CUDA" % version, "install a CUDA build, or device=cpu")
-        if paddle.device.cuda.device_count() <= self.rank:
+        if paddle.device.cuda.device_count() <= self.local_rank:
             raise Unsupported("Paddle %s sees %d GPUs" % (version, paddle.device.cuda.device_count()), "device=cpu")
-        capability = paddle.device.cuda.get_device_capability(self.rank)
+        capability = paddle.device.cuda.get_device_capability(self.local_rank)
         if capability[0] < 8 and self.run["precision"] in ("tf32", "bf16"):
             raise Unsupported(
                 "precision=%s needs compute capability 8.0 or newer, this GPU has %d.%d"
@@ -146,7 +147,7 @@ class Framework(Base):
 
     # -- set up ----------------------------------------------------------------------------------------------------------
     def setup(self):
-        self.device = "gpu:%d" % self.rank if self.gpu else "cpu"
+        self.device = "gpu:%d" % self.local_rank if self.gpu else "cpu"
         paddle.set_device(self.device)
         self.half = HALF.get(self.run["precision"])
         if self.gpu:
@@ -338,7 +339,7 @@ class Framework(Base):
 
     def effective(self):
         found = {
-            "device": paddle.device.cuda.get_device_name(self.rank) if self.gpu else paddle.get_device(),
+            "device": paddle.device.cuda.get_device_name(self.local_rank) if self.gpu else paddle.get_device(),
             "threads": int(os.environ["OMP_NUM_THREADS"]),
             "precision": self.run["precision"] if self.half is not None else "fp32",
             "deterministic": self.gpu and bool(flag("FLAGS_cudnn_deterministic")),

@@ -1,9 +1,12 @@
 """TensorFlow 2, with tf.function and a loop of its own. The layers are in `tensorflow_layers`, the steps in `tensorflow_steps`."""
 
+import json
 import os
 import platform
 
 import numpy
+
+from crosstrain_worker import machines
 
 from . import with_horovod
 from .base import Base, Unsupported
@@ -19,8 +22,8 @@ HALF = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class Framework(Base):
-    """All replicas in one rank: MirroredStrategy over CPU:0, CPU:1, … (logical devices) or the GPUs that are visible. With Horovod
-    (TensorFlow 2.15 at most) one in each rank.
+    """All replicas of a machine in one rank: MirroredStrategy over CPU:0, CPU:1, … (logical devices) or the GPUs that are visible,
+    MultiWorkerMirroredStrategy on several machines. With Horovod (TensorFlow 2.15 at most) one in each rank.
 
     compile: off = eager, on = tf.function, max = tf.function with XLA (jit_compile). A batch is (inputs, targets): tensors, or
     PerReplica values of the replicas' shares. A handle is (tensors of the replicas, divisor): its value is their sum over the divisor.
@@ -62,6 +65,7 @@ class Framework(Base):
     memory_formats = ("contiguous", "channels_last")
     max_replicas = 1024
     replicas_per_rank = "all"
+    several_machines = True
     frozen_parameters = True
 
     def __init__(self, run):
@@ -69,8 +73,13 @@ class Framework(Base):
         self.gpu = run["device"] == "gpu"
         self.settings = run["framework"]
         self.compile = self.settings.get("compile", "off")
-        self.replicas = 1 if self.horovod else run["replicas"]
+        self.here = run["replicas"] // machines.nodes(run)  # on this machine
+        self.replicas = 1 if self.horovod else self.here
+        #: several machines natively
+        self.wide = machines.nodes(run) > 1 and not self.horovod
         self.distributed = self.horovod and run["world_size"] > 1
+        #: what the last call gave, on several machines
+        self.pending = ()
         self.declare_own_statistics()
 
     # -- before anything is built -------------------------------------------------------------------------------------
@@ -110,6 +119,11 @@ class Framework(Base):
                 "tensorflow: XLA (framework.compile=max) can not compile a step that reduces gradients over several replicas",
                 "framework.compile=on",
             )
+        if self.wide and self.replicas > 1 and not self.gpu:
+            raise Unsupported(
+                "tensorflow: MultiWorkerMirroredStrategy has one replica on the CPU of each machine, asked for %d" % self.replicas,
+                "replicas=%d" % machines.nodes(self.run),
+            )
         if self.distributed:
             with_horovod.check(hvd, self.run["device"])
         if self.gpu:
@@ -133,8 +147,8 @@ class Framework(Base):
         if not tf.test.is_built_with_cuda():
             raise Unsupported("this build of TensorFlow (%s) has no CUDA" % version, "install tensorflow[and-cuda], or device=cpu")
         gpus = tf.config.list_physical_devices("GPU")
-        if len(gpus) < self.run["replicas"]:
-            raise Unsupported("TensorFlow %s sees %d GPUs, not %d" % (version, len(gpus), self.run["replicas"]), "device=cpu")
+        if len(gpus) < self.here:
+            raise Unsupported("TensorFlow %s sees %d GPUs, not %d" % (version, len(gpus), self.here), "device=cpu")
         capability = tf.config.experimental.get_device_details(gpus[0]).get("compute_capability")
         if capability and capability[0] < 8 and self.run["precision"] in ("tf32", "bf16"):
             raise Unsupported(
@@ -150,6 +164,8 @@ class Framework(Base):
         elif tf_config.is_op_determinism_enabled():
             tf_config.disable_op_determinism()
         self.half = getattr(tf, HALF[self.run["precision"]]) if self.run["precision"] in HALF else None
+        if self.wide:
+            self.join()  # before it does anything
         if self.gpu:
             # else it makes another memory format out of the one that was asked for
             tf.config.optimizer.set_experimental_options({"layout_optimizer": False})
@@ -158,9 +174,16 @@ class Framework(Base):
         # On GPUs its own choice (NCCL). Between the CPU devices of one process nothing has to be copied; collectives do, and they fail
         # when a process makes a second strategy (found by experiment, 2.21).
         reduction = None if self.gpu else tf.distribute.ReductionToOneDevice()
-        self.strategy = tf.distribute.MirroredStrategy(self.devices, reduction) if self.replicas > 1 else None
+        if not self.wide:
+            self.strategy = tf.distribute.MirroredStrategy(self.devices, reduction) if self.replicas > 1 else None
         if self.distributed:
-            with_horovod.join(hvd, self.run, self.rank)
+            with_horovod.join(hvd, self.run, self.rank, self.share)
+
+    def join(self):
+        """Meet the ranks of the other machines; waits for them."""
+        cluster = {"worker": machines.addresses(self.run, self.rank)}
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": self.rank}})
+        self.strategy = tf.distribute.MultiWorkerMirroredStrategy()
 
     def set_devices(self):
         """Threads and devices: they can be set once in a process, before TensorFlow does anything. `effective` tells what came of it."""
@@ -172,7 +195,8 @@ class Framework(Base):
             tf.config.threading.set_inter_op_parallelism_threads(self.replicas)
             if self.gpu:
                 gpus = tf.config.list_physical_devices("GPU")
-                tf.config.set_visible_devices(gpus[self.rank : self.rank + 1] if self.distributed else gpus[: self.replicas], "GPU")
+                first = self.local_rank if self.distributed else 0
+                tf.config.set_visible_devices(gpus[first : first + self.replicas], "GPU")
                 for device in gpus:
                     tf.config.experimental.set_memory_growth(device, True)
             else:
@@ -259,7 +283,7 @@ class Framework(Base):
         parts = numpy.array_split(array, self.replicas)
 
         def part(context):
-            index = context.replica_id_in_sync_group
+            index = context.replica_id_in_sync_group % self.replicas
             return self.tensor(parts[index], self.devices[index])
 
         return self.strategy.experimental_distribute_values_from_function(part)
@@ -272,22 +296,37 @@ class Framework(Base):
     def step(self, batch):
         counting = self.with_accuracy
         loss, correct = self.calls["step counting" if counting else "step"](*batch)
+        if self.wide:
+            self.pending = (loss, self.steps.count)
         return (self.local(loss), self.replicas), (self.local(correct), 1) if counting else None
 
     def gradient(self, batch):
         counting = self.with_accuracy
-        loss, correct, _ = self.calls["gradient counting" if counting else "gradient"](*batch)
+        loss, correct, gradients = self.calls["gradient counting" if counting else "gradient"](*batch)
+        if self.wide:
+            self.pending = (loss, *gradients)
         return (self.local(loss), self.replicas), (self.local(correct), 1) if counting else None
 
     def forward(self, batch):
-        return (self.local(self.calls["infer"](batch[0]))[:1], 1), None
+        output = self.calls["infer"](batch[0])
+        if self.wide:
+            self.pending = (output,)
+        return (self.local(output)[:1], 1), None
 
     def sync(self):
-        tf.test.experimental.sync_devices()
+        if not self.wide:
+            tf.test.experimental.sync_devices()
+            return
+        # which TensorFlow refuses in a cluster: read back what came of the last call
+        for value in self.pending:
+            for part in self.local(value):
+                first_element(part)
 
     def meet(self):
         if self.distributed:
             hvd.allreduce(tf.zeros(1), name="meet").numpy()
+        elif self.wide:
+            self.strategy.reduce("SUM", self.strategy.run(tf.zeros, [1]), axis=None)
 
     def value(self, handle):
         tensors, divisor = handle
@@ -356,10 +395,11 @@ class Framework(Base):
             isinstance(error, tf.errors.OpError) and ("CUDA_ERROR_OUT_OF_MEMORY" in words or "STATUS_ALLOC_FAILED" in words)
         )
 
-
     def close(self):
         if self.distributed:
             hvd.shutdown()
+        elif self.wide:
+            self.meet()  # a rank that left would end the others
 
 
 def onednn():

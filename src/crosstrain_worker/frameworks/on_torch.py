@@ -22,7 +22,7 @@ HALF = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class Framework(Base):
-    """One replica in each rank, on the CPU or on cuda:<rank> (CUDA_VISIBLE_DEVICES is set by the launcher).
+    """One replica in each rank, on the CPU or on cuda:<local rank> (CUDA_VISIBLE_DEVICES is set by the launcher).
 
     `torch_ranks` and `torch_horovod` hold how several ranks reduce their gradients.
     """
@@ -62,6 +62,7 @@ class Framework(Base):
     compile_modes = ("off", "on", "max")
     memory_formats = ("contiguous", "channels_last")
     max_replicas = 1024
+    several_machines = True
     frozen_parameters = True
 
     def __init__(self, run):
@@ -130,12 +131,12 @@ class Framework(Base):
         version = torch.__version__
         if not torch.backends.cuda.is_built():
             raise Unsupported("this build of PyTorch (%s) has no CUDA" % version, "install the CUDA build, or device=cpu")
-        if torch.cuda.device_count() <= self.rank:
-            which = " %d" % self.rank if torch.cuda.device_count() else ""
+        if torch.cuda.device_count() <= self.local_rank:
+            which = " %d" % self.local_rank if torch.cuda.device_count() else ""
             raise Unsupported(
                 "PyTorch %s (CUDA %s) sees no GPU%s: the driver is missing or too old" % (version, torch.version.cuda, which)
             )
-        capability = torch.cuda.get_device_capability(self.rank)
+        capability = torch.cuda.get_device_capability(self.local_rank)
         architectures = torch.cuda.get_arch_list()
         if not has_code(architectures, capability):
             raise Unsupported(
@@ -153,7 +154,7 @@ class Framework(Base):
         torch.set_num_threads(self.run["threads"])
         if torch.get_num_interop_threads() != 1:  # can be set once in a process
             torch.set_num_interop_threads(1)
-        self.device = torch.device("cuda:%d" % self.rank if self.gpu else "cpu")
+        self.device = torch.device("cuda:%d" % self.local_rank if self.gpu else "cpu")
         tf32 = self.run["precision"] == "tf32"
         torch.backends.cuda.matmul.allow_tf32 = tf32
         torch.backends.cudnn.allow_tf32 = tf32
@@ -164,7 +165,7 @@ class Framework(Base):
             torch.cuda.set_device(self.device)
             torch.cuda.reset_peak_memory_stats()
         if self.distributed:
-            ranks.join(self.run, self.rank, self.device)
+            ranks.join(self.run, self.rank, self.device, self.share)
 
     def build(self):
         with torch.device(self.device):

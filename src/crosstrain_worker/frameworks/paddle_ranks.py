@@ -7,6 +7,8 @@ import time
 import paddle
 from paddle import distributed
 
+from crosstrain_worker import machines
+
 ADDRESS = "rendezvous"
 POLL_S = 0.01
 #: how often this rank has met the others
@@ -22,13 +24,12 @@ def join(run, rank):
 
     Paddle's ranks meet at a TCP port of rank 0. It takes a free one and writes it into the run folder, so no two runs share one.
     """
-    # All ranks are on this machine; gloo would look for the address of its host name, which is not always there.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    machines.prefer_interface(run, "GLOO_SOCKET_IFNAME")
     os.environ["PADDLE_DISTRI_BACKEND"] = backend(run["device"])
     # seconds until a rank that waits for the others gives up: the driver has the time limits
     os.environ.setdefault("FLAGS_stop_check_timeout", "86400")
     path = os.path.join(run["folder"], ADDRESS)
-    held = offer(path) if rank == 0 else None
+    held = offer(path, run.get("address") or "127.0.0.1") if rank == 0 else None
     address = read(path)
     os.environ["PADDLE_MASTER"] = address
     os.environ["PADDLE_TRAINER_ENDPOINTS"] = address
@@ -36,14 +37,14 @@ def join(run, rank):
     os.environ["PADDLE_TRAINER_ID"] = str(rank)
     os.environ["PADDLE_TRAINERS_NUM"] = str(run["world_size"])
     if run["device"] == "gpu":
-        os.environ["FLAGS_selected_gpus"] = str(rank)
+        os.environ["FLAGS_selected_gpus"] = str(machines.local_rank(run, rank))
     distributed.init_parallel_env()
     if held is not None:
         held.close()
 
 
-def offer(path):
-    """Write the address of a free port; returns the socket that keeps it.
+def offer(path, host="127.0.0.1"):
+    """Write the address of a free port of this machine, `host`; returns the socket that keeps it.
 
     While it is bound but does not listen, nobody is given this port, and Paddle, which sets SO_REUSEADDR as well, can listen on it.
     """
@@ -51,14 +52,18 @@ def offer(path):
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("0.0.0.0", 0))
     with open(path + ".tmp", "w") as out:
-        out.write("127.0.0.1:%d" % held.getsockname()[1])
+        out.write("%s:%d" % (host, held.getsockname()[1]))
     os.rename(path + ".tmp", path)
     return held
 
 
 def read(path):
-    """Rank 0's address. Waits as long as it takes: when rank 0 is gone, the driver stops the other ranks."""
-    while not os.path.exists(path):
+    """Rank 0's address. Waits as long as it takes: when rank 0 is gone, the driver stops the other ranks.
+
+    Listing the folder, unlike asking for a name, makes NFS look at once.
+    """
+    folder, name = os.path.split(path)
+    while name not in os.listdir(folder):
         time.sleep(POLL_S)
     with open(path) as source:
         return source.read()

@@ -16,8 +16,8 @@ def check(run):
         )
 
 
-def join(run, rank, device):
-    with_horovod.join(hvd, run, rank)
+def join(run, rank, device, share):
+    with_horovod.join(hvd, run, rank, share)
 
 
 def parallel(module, device, compiled):

@@ -9,7 +9,11 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
+from crosstrain_worker import machines
+
 from .base import Unsupported
+
+FOREVER = datetime.timedelta(days=1)
 
 
 def backend(device):
@@ -23,19 +27,30 @@ def check(run):
         raise Unsupported("this build of PyTorch (%s) has no %s for several replicas" % (torch.__version__, wanted))
 
 
-def join(run, rank, device):
-    """The process group of all ranks; waits for them. They meet at a file in the run folder: there is no port to clash."""
-    # All ranks are on this machine; gloo would look for the address of its host name, which is not always there.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def join(run, rank, device, share):
+    """The process group of all ranks; waits for them. `share`: what rank 0 decides, on every rank."""
+    machines.prefer_interface(run, "GLOO_SOCKET_IFNAME")
     ranks = run["world_size"]
     distributed.init_process_group(
         backend(run["device"]),
-        store=distributed.FileStore(os.path.join(run["folder"], "rendezvous"), ranks),
+        store=meeting_place(run, rank, share),
         rank=rank,
         world_size=ranks,
-        timeout=datetime.timedelta(days=1),  # the driver has the time limits; compiling alone can take minutes
+        timeout=FOREVER,  # the driver has the time limits; compiling alone can take minutes
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def meeting_place(run, rank, share):
+    """On one machine a file in the run folder: there is no port to clash. On several a TCP port that rank 0 finds free."""
+    ranks = run["world_size"]
+    if machines.nodes(run) == 1:
+        return distributed.FileStore(os.path.join(run["folder"], "rendezvous"), ranks)
+    if rank == 0:
+        store = distributed.TCPStore(run["address"], 0, ranks, is_master=True, wait_for_workers=False, timeout=FOREVER)
+        share("rendezvous", lambda: store.port)
+        return store
+    return distributed.TCPStore(run["address"], share("rendezvous", None), ranks, is_master=False, timeout=FOREVER)
 
 
 def parallel(module, device, compiled):
