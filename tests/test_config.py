@@ -253,8 +253,8 @@ OWN_FILES = {
     "+study=own": {
         "study: own\nseed: 2\n": "study/own.yaml: must begin with the line '# @package _global_'",
         "# @package _global_\nstudy: own\nsed: 2\n": "study/own.yaml: sed: unknown key; did you mean seed?",
-        "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {cells: {seed: 2}}}\n": "study/own.yaml: hydra.sweeper.cells: must be",
-        "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {cells: [2]}}\n": "study/own.yaml: hydra.sweeper.cells: must be a list",
+        "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {cells: {seed: 2}}}\n": "study/own.yaml: hydra.sweeper.cells and .smoke: must be",
+        "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {cells: [2]}}\n": "study/own.yaml: hydra.sweeper.cells and .smoke: must be",
         "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {cels: [{seed: 2}]}}\n": "study/own.yaml: hydra.sweeper.cels: unknown key",
         "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {cells: [{seed: 2}, {}, {sed: '3,4'}]}}\n": (
             "sed=3: unknown key; did you mean seed? (in cell 3: "
@@ -306,7 +306,7 @@ def test_every_framework_has_the_same_keys() -> None:
     keys = ["name", "python", "version", "compile", "memory_format", "autotune", "deterministic", "env", "replicas_per_rank", "started_by"]
     for group, option in OPTIONS:
         if group == "framework":
-            extra = ["step_ms", "fault", "fault_phase", "fault_rank", "fault_iteration"] if option.startswith("fake") else []
+            extra = ["step_ms", "fault", "fault_phase", "fault_rank", "fault_iteration", "fault_batch"] if option.startswith("fake") else []
             assert list(composed(f"framework={option}").framework) == [*keys, *extra]
 
 

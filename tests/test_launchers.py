@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from conftest import QUICK, ROOT, Result, stored_runs, wait_for, workers_of
 
@@ -65,3 +66,28 @@ def test_each_is_documented_and_plain(script: str) -> None:
     assert os.access(LAUNCHERS / script, os.X_OK)
     assert re.match(r"#!/bin/sh\n# .+\n#\n", text), "the head says what it is for"
     subprocess.run(["sh", "-n", str(LAUNCHERS / script)], check=True)
+
+
+def test_the_sbatch_file_is_documented_and_plain() -> None:
+    text = (LAUNCHERS / "slurm.sbatch").read_text()
+    assert "[slurm.sbatch](slurm.sbatch)" in (LAUNCHERS / "README.md").read_text()
+    assert re.match(r"#!/bin/sh\n# .+\n#\n", text)
+    subprocess.run(["sh", "-n", str(LAUNCHERS / "slurm.sbatch")], check=True)  # test_slurm.py runs it
+
+
+def test_the_kubernetes_job_runs_what_exists(tmp_path: Path) -> None:
+    assert "[kubernetes.yaml](kubernetes.yaml)" in (LAUNCHERS / "README.md").read_text()
+    job = yaml.safe_load((LAUNCHERS / "kubernetes.yaml").read_text())
+    assert (job["apiVersion"], job["kind"], job["spec"]["backoffLimit"]) == ("batch/v1", "Job", 0)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["restartPolicy"] == "Never"
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    python, script, *arguments = [*container["command"], *container["args"]]
+    assert (Path(python).name, Path(script).name) == ("python", "train.py") and (ROOT / "train.py").is_file()
+    # on this machine without GPUs its cells are planned as unsupported, but every name in them is known
+    planned = subprocess.run([sys.executable, str(ROOT / "train.py"), *arguments, "dry_run=true"], cwd=tmp_path, env=ENV)
+    assert planned.returncode == 0
+    wanted = int(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert f"gpus=1,{wanted}" in arguments

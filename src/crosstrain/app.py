@@ -7,7 +7,9 @@ import contextlib
 import gc
 import json
 import logging
+import math
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -145,7 +147,28 @@ def _options() -> str:
 def _task(config: Any) -> float:
     from crosstrain.run import run
 
-    return run(config)
+    if runspec.config_dirs:
+        return run(config)
+    try:
+        return run(config) if _begin_job() else math.inf
+    except KeyboardInterrupt:  # its outcome is written down; the command that waits for this job goes on
+        return math.inf
+
+
+def _begin_job() -> bool:
+    """Do what `main` did in the process of the command: this is another one, a job of submitit's. False: it has nothing to do.
+
+    A job of several nodes has a process on each; the first one is the driver, and it starts the ranks.
+    """
+    from hydra.core.hydra_config import HydraConfig
+
+    sources = [source for source in HydraConfig.get().runtime.config_sources if source.schema == "file"]
+    runspec.config_dirs[:] = [Path(source.path) for source in reversed(sources)]
+    for folder in runspec.config_dirs[:-1]:
+        sys.path.insert(0, str(folder.parent))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _terminated)  # submitit ignores SIGTERM
+    return os.environ.get("SLURM_PROCID", "0") == "0"
 
 
 class BeforeStart:
@@ -169,7 +192,7 @@ def before_first_run(configs: Sequence[Any], folder: str) -> None:
 
     Raises ConfigError, TrackingError or what Hydra raises for a bad value; leaves with 0 after a dry run.
     """
-    from crosstrain import plan, progress, run
+    from crosstrain import launch, plan, progress, run
 
     specs = []
     for number, config in enumerate(configs, 1):
@@ -184,12 +207,19 @@ def before_first_run(configs: Sequence[Any], folder: str) -> None:
         plan.show(specs, [list(config.hydra.overrides.task) for config in configs])
         raise SystemExit(0)
     _check_writable(Path(folder).absolute())
+    for launcher in {spec.launcher for spec in specs} if not elsewhere(configs[0]) else ():
+        launch.check(launcher, Path(folder).absolute())
     progress.sweep.begin(len(specs))
     for tracking in {json.dumps(spec.tracking, sort_keys=True) for spec in specs}:
-        run.tracker(json.loads(tracking))
+        run.check_store(json.loads(tracking))
     # MLflow's half a million objects live as long as the process: without this the collector walks them again and again
     # (a fifth of the driver's CPU time in a sweep of four short runs).
     gc.freeze()
+
+
+def elsewhere(config: Any) -> bool:
+    """Whether the cells run in other processes, those of a Hydra launcher such as submitit's: what they need is there, not here."""
+    return "basic_launcher" not in str(config.hydra.launcher.get("_target_", ""))
 
 
 def _check_writable(folder: Path) -> None:
@@ -203,14 +233,29 @@ def _check_writable(folder: Path) -> None:
 
 def finish() -> int:
     """After the last run: the short result table and how to see more. Returns 0 when every run was ok (or none was asked for), else 1."""
-    from crosstrain import outcomes, progress, run
+    from crosstrain import outcomes, progress, run, sync
 
-    folder, total = progress.sweep.folder, progress.sweep.total  # without the runs that skip_finished left out
-    if folder is None or not (folder / "outcomes.jsonl").is_file():
+    folder, total = progress.sweep.folder, progress.sweep.total
+    if folder is not None:
+        total -= len([*folder.glob(outcomes.SKIPPED), *folder.glob(f"*/{outcomes.SKIPPED}")])
+    if folder is None or not (folder / outcomes.FILE).is_file():
         return 1 if total > 0 else 0
+    sync.missed([Path(row["folder"]) for row in outcomes.read(folder)], run.checked_trackers)
     filled = run.fill_scaling()
     run.report()
     rows = [filled.get(row["mlflow_run_id"], row) for row in outcomes.read(folder)]
     with contextlib.suppress(BrokenPipeError):
         progress.show_table(rows, folder)
+        _say_what_waits([Path(row["folder"]) for row in rows], folder)
     return 0 if all(row["ok"] for row in rows) and len(rows) >= total else 1
+
+
+def _say_what_waits(run_folders: Sequence[Path], folder: Path) -> None:
+    """How to bring the runs into the store that are not there."""
+    from crosstrain import progress
+    from crosstrain.tracking import journal
+
+    waiting = len(journal.waiting(run_folders))
+    if waiting:
+        are = "1 run is" if waiting == 1 else f"{waiting} runs are"
+        progress.say(f"{are} not in the store yet: crosstrain sync {shlex.quote(str(folder))}")

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from crosstrain import __version__, environments_command, parity_command
+from crosstrain import __version__, doctor, environments_command, parity_command, sync
 from crosstrain.errors import ConfigError, CrosstrainError, OutcomeError
 from crosstrain.report import command as report_command
 from crosstrain.report import compare
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = commands.add_parser("plan", help="show what a train.py command would run, start nothing", prefix_chars="\0", add_help=False)
     plan.add_argument("overrides", nargs="*")
     plan.set_defaults(function=_plan)
-    for module in (view, environments_command, parity_command, report_command, compare):
+    for module in (view, environments_command, parity_command, report_command, compare, sync, doctor):
         module.add_command(commands)
     given = parser.parse_args(arguments)
     if given.command is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc_data.topics
 import secrets
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -58,6 +59,7 @@ class FakeFrameworkConfig(FrameworkConfig):
     fault_phase: FaultPhase = FaultPhase.iteration
     fault_rank: int = 0
     fault_iteration: int = 0
+    fault_batch: int = 0
 
 
 @dataclass
@@ -117,12 +119,16 @@ class TrackingConfig:
     name: str = MISSING
     uri: str | None = None
     experiment: str | None = None
+    required: bool = True
     report: bool = True
 
 
 @dataclass
 class LauncherConfig:
+    """Who starts the ranks. `nodes`: over how many of the allocation's (launcher=slurm)."""
+
     name: str = MISSING
+    nodes: int | None = None
 
 
 @dataclass
@@ -166,7 +172,18 @@ def register() -> None:
     store.store(name="crosstrain_schema", node=TrainConfig)
     # Not in the group `framework`, where --help would list it as something to choose.
     store.store(name="fake_framework_schema", node=FakeFrameworkConfig)
+    register_resolvers()
+
+
+def register_resolvers() -> None:
+    """Our resolvers, into OmegaConf."""
     # A suffix for folders: two drivers started in the same second must not share one.
     OmegaConf.register_new_resolver("crosstrain.unique", lambda: secrets.token_hex(3), use_cache=True, replace=True)
+    # a plain text of some 100,000 words that comes with Python: the documentation that help() shows
+    OmegaConf.register_new_resolver("crosstrain.python_text", lambda: pydoc_data.topics.__file__, replace=True)
     # 7 -> 007, so that folders of a sweep sort in the order of its runs.
     OmegaConf.register_new_resolver("crosstrain.number", lambda n: f"{int(n):03d}", replace=True)
+
+
+# Also where nothing but the task of a run is imported: in a job of submitit's.
+register_resolvers()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from crosstrain.system_samples import SystemSampler
 from crosstrain.watch import Ended
 from crosstrain_worker.record import ITERATION, TRAIN
 
+#: what Slurm says where a task on any node was killed for memory
+SLURM_OOM_KILL = re.compile(r"Detected \d+ oom[_-]kill event")
 STDERR_TAIL = 4000  # characters of the worker's stderr that an outcome carries
 
 
@@ -28,6 +31,8 @@ class Files:
     rows: list[np.ndarray]
     broken: list[str]
     stderr: list[str]
+    launcher: str = ""
+    """what the program said that started the ranks"""
 
 
 @dataclass
@@ -44,7 +49,7 @@ class Measured:
 
 def read(folder: Path, run: dict[str, Any]) -> Files:
     """Read all ranks' files; never raises for what a dying worker left behind."""
-    files = Files([], [], [], [])
+    files = Files([], [], [], [], tail_of(folder / "launcher.err"))
     for rank in range(run["world_size"]):
         try:
             result = json.loads((folder / f"result.{rank}.json").read_text())
@@ -56,7 +61,7 @@ def read(folder: Path, run: dict[str, Any]) -> Files:
         except samples.SamplesError as error:
             files.rows.append(error.rows)
             files.broken.append(str(error))
-        files.stderr.append(tail_of(folder / f"worker.{rank}.err") or tail_of(folder / "launcher.err"))
+        files.stderr.append(tail_of(folder / f"worker.{rank}.err") or files.launcher)
     return files
 
 
@@ -76,6 +81,7 @@ def failure(files: Files, ended: Ended, oom_kills: int) -> Outcome | None:
         stopped = ended.stopped
         return Outcome(stopped.name, stopped.phase, stopped.message, stopped.hint, files.stderr[0])
     failed: dict[int, Outcome] = {}
+    oom_kills += len(SLURM_OOM_KILL.findall(files.launcher))
     for rank, result in enumerate(files.results):
         if result is None or result["status"] != "ok":
             returncode = ended.returncodes[rank]
@@ -101,11 +107,13 @@ def _cause(failed: dict[int, Outcome], ended: Ended) -> Outcome:
     return failed[first[0]] if first else next(iter(failed.values()))
 
 
-def compute(files: Files, ended: Ended, sampler: SystemSampler, spec: RunSpec, run: dict[str, Any]) -> Measured:
-    """Numbers and outcome of a run whose ranks all ended well."""
+def compute(
+    files: Files, ended: Ended, sampler: SystemSampler, spec: RunSpec, run: dict[str, Any], peak_tflops: float | None = None
+) -> Measured:
+    """Numbers and outcome of a run whose ranks all ended well. `peak_tflops`: the measured matrix rate of its devices, if known."""
     results = [result for result in files.results if result is not None]
     first = results[0]
-    merged = samples.merge(files.rows)
+    merged = samples.merge(files.rows, one_clock=run.get("nodes", 1) == 1)
     offset = next((e["unix_minus_perf_counter"] for e in ended.events if e["event"] == "clock"), 0.0)
     steady_start = first["steady"]["start"]
     metrics = statistics.summarise(merged.rows, spec.batch_global, steady_start)
@@ -113,7 +121,7 @@ def compute(files: Files, ended: Ended, sampler: SystemSampler, spec: RunSpec, r
     epochs = _epochs(results)
     metrics |= _quality({**first, "epochs": epochs}, merged.rows, spec.network.answers_each_token)
     flops = {"training": spec.network.training_flops, "gradient": spec.network.training_flops, "forward": spec.network.forward_flops}
-    metrics |= statistics.achieved(flops[spec.task], metrics["samples_per_s"])
+    metrics |= statistics.achieved(flops[spec.task], metrics["samples_per_s"], peak_tflops)
     peaks = [result["peak_memory_mb"] for result in results if result.get("peak_memory_mb") is not None]
     if peaks:
         metrics["peak_memory_mb"] = max(peaks)
@@ -129,6 +137,7 @@ def compute(files: Files, ended: Ended, sampler: SystemSampler, spec: RunSpec, r
         "threads": {**first["threads"], "cores_used": cores_used},
         "steady": first["steady"],
         "ci_missed": first["ci_missed"],
+        "peak_tflops": peak_tflops,
         "notes": [note for note in (merged.note, first.get("deviations") or "") if note],
     }
     return Measured(outcome, metrics, merged.rows, offset, epochs, facts)

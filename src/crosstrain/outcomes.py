@@ -117,15 +117,20 @@ def _matching_line(pattern: re.Pattern[str], text: str) -> str:
     return fatal_message(line) or line[:500]
 
 
+FILE = "outcomes.jsonl"
+#: an empty file in the folder of a run that skip_finished left out
+SKIPPED = "skipped"
+
+
 def append(folder: Path, row: dict[str, Any]) -> None:
     """Add a run to the sweep's outcomes.jsonl (one JSON object a line; a short line is one write, so processes may share it)."""
-    with open(folder / "outcomes.jsonl", "a") as out:
+    with open(folder / FILE, "a") as out:
         out.write(json.dumps(row) + "\n")
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """The rows of outcomes.jsonl, in the order in which the runs ended."""
-    with open(folder / "outcomes.jsonl") as source:
+    with open(folder / FILE) as source:
         return [json.loads(line) for line in source if line.strip()]
 
 

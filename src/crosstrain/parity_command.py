@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,25 +18,20 @@ from rich.table import Table
 from crosstrain import (
     certificates,
     environments,
-    guard,
-    launch,
     networks,
-    outcomes,
     parity,
     parity_replicas,
     parity_table,
     paths,
     prepare,
-    processes,
     progress,
     runspec,
+    workers,
 )
 from crosstrain import config as schema
 from crosstrain.certificates import Certificate, Level
 from crosstrain.errors import ConfigError, OutcomeError
-from crosstrain.measured import tail_of
 from crosstrain.networks.spec import Spec
-from crosstrain.watch import wait_for_end
 
 LIMIT_S = 900.0
 SIGNS = {"passed": "✓", "failed": "✗", "not applicable": "-"}
@@ -191,15 +183,8 @@ class Site:
 
     def work(self, run: Mapping[str, Any], doing: str) -> list[dict[str, Any]]:
         """Run the workers of `run` to their end. Returns their results; raises OutcomeError where one is not ok."""
-        folder = Path(run["folder"])
-        (folder / "run.json").write_text(json.dumps(run))
         self.line.update(doing)
-        _work(run, self.home, self.cell.spec.framework["env"])
-        ranks = range(run["world_size"])
-        # First those that could say how they ended: the others were stopped because of one that failed.
-        told = sorted(ranks, key=lambda rank: not _result_path(folder, rank).is_file())
-        results = {rank: _result(folder, rank) for rank in told}
-        return [results[rank] for rank in ranks]
+        return workers.work(run, self.home, self.cell.spec.framework["env"], LIMIT_S, "the ladder")
 
 
 def prove(cell: Cell, line: progress.RunLine) -> Certificate:
@@ -248,42 +233,6 @@ def _level_9(site: Site, run: Mapping[str, Any]) -> Level:
 def _subfolder(folder: Path, name: str) -> Path:
     (folder / name).mkdir()
     return folder / name
-
-
-def _work(run: Mapping[str, Any], home: environments.Environment, extra: dict[str, str]) -> None:
-    """Run the workers to their end; nothing of them is left afterwards."""
-    ranks: list[launch.Rank] = []
-    end = time.monotonic() + LIMIT_S
-    with guard.start_guard(run["run_id"]):
-        try:
-            ranks += launch.start(run, home, extra)
-            # one that failed leaves the others waiting for it
-            while (alive := [rank for rank in ranks if rank.poll() is None]) and not any(rank.returncode for rank in ranks):
-                if time.monotonic() > end:
-                    raise OutcomeError("timeout", f"the ladder did not end within {LIMIT_S:g} s")
-                wait_for_end(alive, 1.0)
-        finally:
-            processes.stop_all(run["run_id"], [rank.pid for rank in ranks], grace_s=1.0)
-            for rank in ranks:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    rank.wait(1.0)
-
-
-def _result_path(folder: Path, rank: int) -> Path:
-    return folder / f"result.{rank}.json"
-
-
-def _result(folder: Path, rank: int) -> dict[str, Any]:
-    path = _result_path(folder, rank)
-    if not path.is_file():
-        said = tail_of(folder / f"worker.{rank}.err") or tail_of(folder / "launcher.err")
-        reason = outcomes.fatal_message(said) or (said.strip().splitlines() or ["it said nothing"])[-1]
-        raise OutcomeError("crashed", f"the worker ended without a result: {reason}")
-    result: dict[str, Any] = json.loads(path.read_text())
-    if result["status"] != "ok":
-        name = {"failed": "crashed"}.get(result["status"], result["status"])
-        raise OutcomeError(name, result["message"], result["hint"])
-    return result
 
 
 def _show(rows: Sequence[tuple[Cell, Certificate | OutcomeError]]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from crosstrain import data, devices, environments, locks
 from crosstrain.environments import Environment
 from crosstrain.errors import OutcomeError
+from crosstrain.launch import slurm
 from crosstrain.networks import initial_weights
 from crosstrain.runspec import RunSpec
 
@@ -21,13 +22,22 @@ MEASURING_VERSION = 1
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run computes. `kind` is cpu or gpu; `gpus` those it may choose from; `threads` per replica."""
+    """Where a run computes. `kind` is cpu or gpu; `gpus` those of this machine it may choose from; `threads` per replica.
+
+    `copies` of the model on `nodes` machines; `pinned`: each replica has CPUs of its own.
+    """
 
     kind: str
     gpus: list[devices.Gpu]
     copies: int
     threads: int
     pinned: bool
+    nodes: int = 1
+
+    @property
+    def copies_here(self) -> int:
+        """Replicas on this machine, and on each other one."""
+        return self.copies // self.nodes
 
     @property
     def device_name(self) -> str:
@@ -51,22 +61,42 @@ def choose_place(spec: RunSpec) -> Place:
     kind = spec.device
     if kind == "auto":
         kind = "gpu" if spec.gpus or (gpus and not spec.replicas) else "cpu"
-    copies = spec.copies
+    nodes = _nodes(spec)
+    copies = spec.copies // nodes
     if kind == "gpu" and len(gpus) < copies:
-        asked = f"asked for {copies} GPU{'s' if copies > 1 else ''}; this machine has {len(gpus)}"
+        asked = f"asked for {copies} GPU{'s' if copies > 1 else ''}{_each(nodes)}; this machine has {len(gpus)}"
         raise OutcomeError("unsupported", asked, "device=cpu trains on the CPU" if not gpus else "")
-    if spec.batch_size == "max":
-        what = "batch_size=max is for GPUs" if kind == "cpu" else "batch_size=max can not be searched for yet"
-        raise OutcomeError("unsupported", what, "give a number")
+    if spec.batch_size == "max" and kind == "cpu" and spec.framework["name"] != "fake":
+        raise OutcomeError("unsupported", "batch_size=max is for GPUs: memory of the host ends with the whole machine", "give a number")
     if spec.parallelism == "horovod":
         _check_horovod(spec, kind)
-    cpus = len(devices.logical_cpus())
-    threads = _threads(spec, copies)
+    cpus = len(devices.logical_cpus()) if nodes == 1 else slurm.allocation().cpus
+    threads = min(_threads(spec, copies), max(1, cpus // copies)) if spec.threads is None else spec.threads
     too_many = kind == "cpu" and threads * copies > cpus
     if too_many and not spec.oversubscribe:
         asked = f"asked for {copies} x {threads} threads" if copies > 1 else f"asked for {threads} threads"
-        raise OutcomeError("unsupported", f"{asked}; this machine has {cpus} logical CPUs", "device.oversubscribe=true runs them anyway")
-    return Place(kind, gpus, copies, threads, pinned=kind == "cpu" and not too_many)
+        have = f"{asked}{_each(nodes)}; this machine has {cpus} logical CPUs{' in this job' if nodes > 1 else ''}"
+        raise OutcomeError("unsupported", have, "device.oversubscribe=true runs them anyway")
+    return Place(kind, gpus, spec.copies, threads, kind == "cpu" and not too_many, nodes)
+
+
+def _each(nodes: int) -> str:
+    return f" on each of {nodes} nodes" if nodes > 1 else ""
+
+
+def _nodes(spec: RunSpec) -> int:
+    """How many machines the replicas are spread over, equally many on each. Raises OutcomeError `unsupported`."""
+    if spec.launcher != "slurm" or spec.copies == 1:
+        return 1
+    have = len(slurm.allocation().nodes)
+    nodes = spec.nodes or have
+    if nodes > have:
+        raise OutcomeError("unsupported", f"launcher.nodes={nodes}: the allocation has {have}")
+    if spec.copies % nodes:
+        allowed = ", ".join(str(n) for n in range(1, have + 1) if spec.copies % n == 0)
+        uneven = f"{spec.copies} replicas can not be spread evenly over {nodes} nodes"
+        raise OutcomeError("unsupported", uneven, f"launcher.nodes={allowed}")
+    return nodes
 
 
 def _check_horovod(spec: RunSpec, kind: str) -> None:
@@ -90,8 +120,8 @@ def _threads(spec: RunSpec, copies: int) -> int:
 def placed(spec: RunSpec, place: Place) -> RunSpec:
     """The same run with `auto` resolved: what its name, params and messages speak of."""
     if place.kind == "gpu":
-        return replace(spec, device="gpu", gpus=place.copies)
-    return replace(spec, device="cpu")
+        return replace(spec, device="gpu", gpus=place.copies, nodes=place.nodes)
+    return replace(spec, device="cpu", nodes=place.nodes)
 
 
 def prepare(spec: RunSpec, report: Callable[[str], None]) -> Prepared:
@@ -124,7 +154,9 @@ def run_json(spec: RunSpec, ready: Prepared, run_id: str, folder: Path, gpus: li
         "cpus": cpus,
         "threads": ready.place.threads,
         "replicas": ready.place.copies,
-        "world_size": world_size(spec.framework, ready.place.copies, spec.parallelism),
+        "nodes": ready.place.nodes,
+        "address": slurm.allocation().address if ready.place.nodes > 1 else None,
+        "world_size": world_size(spec.framework, ready.place.copies, spec.parallelism, ready.place.nodes),
         "parallelism": spec.parallelism,
         "batch_global": spec.batch_global,
         "batch_per_replica": spec.batch_per_replica,
@@ -138,9 +170,9 @@ def run_json(spec: RunSpec, ready: Prepared, run_id: str, folder: Path, gpus: li
     }
 
 
-def world_size(framework: Mapping[str, Any], replicas: int, parallelism: str) -> int:
+def world_size(framework: Mapping[str, Any], replicas: int, parallelism: str, nodes: int = 1) -> int:
     """How many ranks a framework has for so many replicas. Horovod has one for each, always."""
-    return replicas if framework["replicas_per_rank"] == "one" or parallelism == "horovod" else 1
+    return replicas if framework["replicas_per_rank"] == "one" or parallelism == "horovod" else nodes
 
 
 def keys(spec: RunSpec, ready: Prepared) -> dict[str, str]:
@@ -151,7 +183,7 @@ def keys(spec: RunSpec, ready: Prepared) -> dict[str, str]:
     one = replace(spec, gpus=1 if spec.gpus else None, replicas=None, repeat=0, parallelism="native")
     alone = replace(one, batch_size=spec.batch_per_replica)
     threads = _threads(spec, 1)
-    place = replace(ready.place, copies=1, threads=threads)
+    place = replace(ready.place, copies=1, nodes=1, threads=threads)
     if place.kind == "cpu":
         place = replace(place, pinned=threads <= len(devices.logical_cpus()))
     native = replace(ready, place=place)
@@ -178,7 +210,7 @@ def _key(spec: RunSpec, ready: Prepared) -> str:
         "environment": ready.environment.key,
         "network": spec.network.key(),
         "data": [ready.data_set.key, ready.data_set.placement],
-        "device": [place.kind, place.device_name, driver, place.copies, place.threads, place.pinned],
+        "device": [place.kind, place.device_name, driver, place.copies, place.threads, place.pinned, *[place.nodes] * (place.nodes > 1)],
         "batch": spec.batch_size,
         "measure": {key: value for key, value in spec.measure.items() if key not in ("timeouts", "strict")},
         "optimizer": spec.optimizer,

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import subprocess
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,17 @@ import numpy as np
 from crosstrain import certificates, devices, measured, progress, samples
 from crosstrain.outcomes import Outcome
 from crosstrain.progress import number
-from crosstrain.tracking import RunRecord, Series
+from crosstrain.tracking import RunRecord, Series, view
+from crosstrain.tracking.identity import own_tags
+from crosstrain.tracking.preflight import shown as without_password
 from crosstrain_worker.record import ITERATION, TRAIN
 
 if TYPE_CHECKING:
     from crosstrain.run import State
 
 log = logging.getLogger(__name__)
+#: the status of a record whose run has not ended, or whose driver could not say so
+RUNNING = "RUNNING"
 LOG_HEAD, LOG_TAIL = 64_000, 1_000_000  # bytes of a worker's log that become an artifact
 
 
@@ -86,9 +91,11 @@ def tags(state: State) -> dict[str, str]:
         "kind": "run",
         "sweep": state.sweep,
         "study": state.spec.study,
-        "overrides": state.overrides[:5000],
+        "overrides": without_password(state.overrides)[:5000],
         "crosstrain_commit": commit(),
         "crosstrain_run_id": state.run_id,
+        "nodes": str(state.ready.place.nodes if state.ready else state.spec.nodes or 1),
+        **own_tags(),
         **state.keys,
     }
 
@@ -105,6 +112,31 @@ def commit() -> str:
     return name.stdout.strip() + ("+" if changed.stdout.strip() else "") if name.returncode == 0 else ""
 
 
+def begun(state: State) -> RunRecord:
+    """The record of a run that starts now. A param can not be changed later, so what is not known yet is left out."""
+    known = {key: value for key, value in params(state).items() if value}
+    start_ms = int(1000 * state.start_s)
+    return RunRecord(state.spec.name, known, tags(state), {}, {}, RUNNING, start_ms, start_ms, files(state.folder))
+
+
+def ended_with_its_driver(record: RunRecord, folder: Path) -> RunRecord:
+    """The final record of a run whose driver died (kill -9, a power cut): `record` is that of its begin, `folder` has what it left."""
+    run_json = folder / "run.json"
+    made = []
+    if run_json.is_file():
+        made = raw_samples(folder, int(json.loads(run_json.read_text())["world_size"]))
+    kept = files(folder)
+    last = max((path.stat().st_mtime for path, _ in kept), default=record.start_ms / 1000)
+    reason = "the driver process ended without closing this run"
+    return replace(
+        record,
+        tags={**record.tags, "outcome": "interrupted", "outcome_reason": reason},
+        status="KILLED",
+        end_ms=max(record.start_ms, int(1000 * last)),
+        artifacts=kept + [(path, "") for path in made],
+    )
+
+
 def record(state: State, outcome: Outcome, metrics: dict[str, float]) -> RunRecord:
     """Everything that the store gets of this run. Series only where numbers are published; samples and logs always."""
     final = {
@@ -113,7 +145,10 @@ def record(state: State, outcome: Outcome, metrics: dict[str, float]) -> RunReco
         "outcome_reason": outcome.reason[:5000],
         "outcome_phase": outcome.phase,
         "parity": _parity(state),
+        view.ORDER: view.order(params(state)["network"], metrics.get("step_ms")),
     }
+    if state.batch_search:
+        final["batch_search"] = state.batch_search[:5000]
     if outcome.stderr and not outcome.kind.ok:
         final["stderr"] = outcome.stderr[-2000:]
     publishes = state.measured is not None and outcome.kind.numbers
@@ -193,27 +228,43 @@ def _epochs(result: measured.Measured, language_model: bool) -> dict[str, Series
 
 def artifacts(state: State) -> list[tuple[Path, str]]:
     """(file, artifact folder): run.json, configuration, raw samples, logs, environment, plot."""
-    folder = state.folder
+    folder, made = state.folder, []
     _environment(state)
-    files = [(folder / name, "") for name in ("run.json", "environment.json")]
-    files += [(path, "config") for path in sorted((folder / ".hydra").glob("*.yaml"))]
-    for make in (_raw_samples, _plot):
+    for make in (lambda: raw_samples(folder, int(state.run_json.get("world_size", 0))), lambda: _plot(state)):
         try:
-            files += [(path, "") for path in make(state)]
+            made += make()
         except Exception as error:  # a library that does not load here must not cost the numbers
             log.exception("an artifact could not be made")
             progress.say(f"  an artifact is missing: {type(error).__name__}: {error}")
+    return files(folder) + [(path, "") for path in made]
+
+
+def files(folder: Path) -> list[tuple[Path, str]]:
+    """The artifacts among what a run folder has so far."""
+    found = [(folder / name, "") for name in ("run.json", "environment.json")]
+    found += [(_public(path), "config") for path in sorted((folder / ".hydra").glob("*.yaml"))]
     logs = [folder / "train.log", *sorted(folder.glob("worker.*.out")), *sorted(folder.glob("worker.*.err"))]
-    logs += sorted(folder.glob("launcher.*"))
+    logs += [folder / "launcher.out", folder / "launcher.err"]
     logs += sorted(folder.glob("events.*.jsonl")) + sorted(folder.glob("result.*.json"))
-    files += [(_shortened(path), "logs") for path in logs if path.is_file() and path.stat().st_size]
-    return [(path, to) for path, to in files if path.is_file()]
+    found += [(_shortened(path), "logs") for path in logs if path.is_file() and path.stat().st_size]
+    return [(path, to) for path, to in found if path.is_file()]
 
 
-def _raw_samples(state: State) -> list[Path]:
+def _public(path: Path) -> Path:
+    """The file itself, or a copy without the password that it holds in an address such as tracking.uri."""
+    text = path.read_text()
+    if without_password(text) == text:
+        return path
+    copy = path.parent / "without_password" / path.name
+    copy.parent.mkdir(exist_ok=True)
+    copy.write_text(without_password(text))
+    return copy
+
+
+def raw_samples(folder: Path, world_size: int) -> list[Path]:
     """samples.parquet of all ranks' rows, those of broken files included as far as they are whole."""
-    rows, folder = [], state.folder
-    for rank in range(int(state.run_json.get("world_size", 0))):
+    rows = []
+    for rank in range(world_size):
         try:
             rows.append(samples.read(folder / f"samples.{rank}.bin"))
         except samples.SamplesError as error:

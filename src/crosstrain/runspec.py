@@ -36,6 +36,8 @@ class RunSpec:
     parallelism: str
     measure: dict[str, Any]
     tracking: dict[str, Any]
+    launcher: str  # local | slurm
+    nodes: int | None
     task: str
     gpus: int | None
     replicas: int | None
@@ -83,7 +85,8 @@ class RunSpec:
             device = f"{self.copies}x{device}" if self.copies > 1 else device
             if self.threads:
                 device += f"-{self.threads}thread{'s' if self.threads > 1 else ''}"
-        return f"{self.network.name}-{self.framework['name']}-{device}"
+        nodes = f"-{self.nodes}nodes" if self.nodes and self.nodes > 1 and self.copies > 1 else ""
+        return f"{self.network.name}-{self.framework['name']}-{device}{nodes}"
 
 
 def _positive(value: Any) -> bool:
@@ -108,8 +111,9 @@ CHECKS: list[Check] = [
     ("data.name", *NAME),
     ("device.name", *_one_of("auto", "cpu", "gpu")),
     ("parallelism.name", *_one_of("native", "horovod")),
-    ("launcher.name", *_one_of("local")),
-    ("tracking.name", *_one_of("mlflow")),
+    ("launcher.name", *_one_of("local", "slurm")),
+    ("launcher.nodes", lambda v: v >= 1, "a number >= 1"),
+    ("tracking.name", *_one_of("mlflow", "journal")),
     ("optimizer", *_one_of(*schema.Optimizer.__members__)),
     ("gpus", lambda v: v != 0, "a number of GPUs >= 1; for the CPU say device=cpu"),
     ("gpus", lambda v: v >= 1, "a number of GPUs >= 1"),
@@ -129,6 +133,7 @@ CHECKS: list[Check] = [
     ("framework.step_ms", lambda v: 0 <= v < 1e6, "milliseconds in [0, 1e6)"),
     ("framework.fault_rank", lambda v: v >= 0, "a number >= 0"),
     ("framework.fault_iteration", lambda v: v >= 0, "a number >= 0"),
+    ("framework.fault_batch", lambda v: v >= 0, "a number >= 0"),
     ("measure.min_s", lambda v: v >= 0 and math.isfinite(v), "seconds >= 0"),
     ("measure.max_s", _positive, "seconds > 0"),
     ("measure.window", lambda v: v >= 5, "a number >= 5"),
@@ -181,6 +186,8 @@ def from_config(config: DictConfig) -> RunSpec:
         parallelism=plain["parallelism"]["name"],
         measure=measure,
         tracking=plain["tracking"],
+        launcher=plain["launcher"]["name"],
+        nodes=plain["launcher"]["nodes"],
         batch_size=_or(plain["batch_size"], recommended.get("batch_size", 32)),
         epochs=epochs,
         optimizer=optimizer,
@@ -286,6 +293,8 @@ def _check_together(spec: RunSpec) -> None:
     if version is not None and not re.fullmatch(r"\d+\.\d+\.\d+([.+a-z]\w*)*", version):
         example = "e.g. 2.10.0 (2.10 alone is read as the number 2.1)"
         raise ConfigError(f"framework.version={version}: must have three components, {example}")
+    if spec.nodes and spec.launcher != "slurm":
+        raise ConfigError(f"launcher.nodes={spec.nodes}: launcher={spec.launcher} has one machine; say launcher=slurm")
     if spec.device == "cpu" and spec.gpus:
         raise ConfigError(f"gpus={spec.gpus}: device=cpu has no GPUs; for copies of the model on the CPU say replicas={spec.gpus}")
     if spec.replicas and (spec.gpus or spec.device == "gpu"):

@@ -79,12 +79,12 @@ def tail(path: str | os.PathLike[str]) -> tuple[int, np.void | None]:
     return (count, np.frombuffer(last, ROW)[0]) if len(last) == ROW_SIZE else (0, None)
 
 
-def merge(ranks: Sequence[np.ndarray]) -> Merged:
+def merge(ranks: Sequence[np.ndarray], one_clock: bool = True) -> Merged:
     """One row per (phase, iteration) of all ranks: the run takes as long as its slowest rank.
 
-    ranks: one array of dtype ROW per rank. duration and data_wait: maximum over ranks; start: minimum; loss and accuracy: mean over
-    the ranks that know it (every rank has an equal share of the global batch). A phase in which ranks have different rows is cut to
-    the prefix they have in common, and the note says so. The order is rank 0's.
+    ranks: one array of dtype ROW per rank. duration and data_wait: maximum over ranks; start: minimum, without `one_clock` (several
+    machines) rank 0's; loss and accuracy: mean over the ranks that know it (every rank has an equal share of the global batch). A
+    phase in which ranks have different rows is cut to the prefix they have in common, and the note says so. The order is rank 0's.
     """
     if not ranks:
         return Merged(np.empty(0, ROW), "no rank wrote samples")
@@ -99,7 +99,7 @@ def merge(ranks: Sequence[np.ndarray]) -> Merged:
             name = PHASES[phase] if 0 <= phase < len(PHASES) else str(phase)
             counts = ", ".join(str(len(part)) for part in parts)
             notes.append(f"phase {name}: the ranks have {counts} rows, the {common} they have in common are used")
-        kept.append((indices[0][:common], _slowest([part[:common] for part in parts])))
+        kept.append((indices[0][:common], _slowest([part[:common] for part in parts], one_clock)))
     order = np.argsort(np.concatenate([index for index, _ in kept]), kind="stable")
     return Merged(np.concatenate([rows for _, rows in kept])[order], "; ".join(notes))
 
@@ -114,10 +114,11 @@ def _common_prefix(parts: Sequence[np.ndarray]) -> int:
     return length if same.all() else int(np.argmin(same))
 
 
-def _slowest(parts: Sequence[np.ndarray]) -> np.ndarray:
+def _slowest(parts: Sequence[np.ndarray], one_clock: bool) -> np.ndarray:
     """The ranks' rows of one phase, all of one length, as one array."""
     merged = parts[0].copy()
-    merged["start"] = np.min([part["start"] for part in parts], axis=0)
+    if one_clock:
+        merged["start"] = np.min([part["start"] for part in parts], axis=0)
     for field in ("duration", "data_wait"):
         merged[field] = np.max([part[field] for part in parts], axis=0)
     with warnings.catch_warnings():

@@ -27,6 +27,12 @@ _INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO in the kernel's
 # Not among them: idle, clocks the user set, sync boost, a display's clock.
 _THROTTLED = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
 
+
+def throttle_words(reasons: int) -> list[str]:
+    """What holds the SM clock down, in words, from NVML's clock event reasons; [] when nothing does."""
+    return [name for bit, name in _THROTTLED.items() if reasons & bit]
+
+
 OTHERS_CPU_LIMIT = 0.05  # of the leased CPUs' time: above it the run is contaminated
 _MIN_WINDOW_S = 1.0  # below, the kernel's 10 ms ticks are too coarse for the 5 %
 _MIN_ENERGY_WINDOW_S = 10.0

@@ -11,11 +11,11 @@ from crosstrain.tracking.store import PUBLISHED, TrackedRun
 
 #: what a cell is: everything a user can choose except the repeat and the seed
 IDENTITY = (
-    "framework", "framework_version", "network", "data", "data_placement", "task", "device", "device_name", "gpus", "replicas",
+    "framework", "framework_version", "network", "data", "data_placement", "task", "device", "device_name", "gpus", "replicas", "nodes",
     "parallelism", "scaling", "batch_global", "batch_per_replica", "precision", "compile", "memory_format", "threads", "epochs",
     "optimizer", "learning_rate", "momentum", "weight_decay", "target_accuracy",
 )  # fmt: skip
-WHOLE = ("gpus", "replicas", "batch_global", "batch_per_replica", "threads", "epochs")
+WHOLE = ("gpus", "replicas", "nodes", "batch_global", "batch_per_replica", "threads", "epochs")
 
 
 @dataclass
@@ -51,12 +51,13 @@ class Cell:
 
     @property
     def place(self) -> str:
-        """`2 GPUs`, `4 threads`, `2 x 1 thread`."""
-        gpus, replicas, threads = (self.facts.get(key) for key in ("gpus", "replicas", "threads"))
+        """`2 GPUs`, `4 threads`, `2 x 1 thread`; `16 GPUs on 2 nodes`."""
+        gpus, replicas, threads, nodes = (self.facts.get(key) for key in ("gpus", "replicas", "threads", "nodes"))
+        on = f" on {nodes} nodes" if (nodes or 1) > 1 else ""
         if gpus:
-            return f"{gpus} GPU" + "s" * (gpus > 1)
+            return f"{gpus} GPU" + "s" * (gpus > 1) + on
         words = f"{threads} thread" + "s" * (threads != 1) if threads else "CPU"
-        return f"{replicas} x {words}" if (replicas or 1) > 1 else words
+        return (f"{replicas} x {words}" if (replicas or 1) > 1 else words) + on
 
     @property
     def place_order(self) -> tuple[int, int, int]:
@@ -70,7 +71,8 @@ def cells_of(runs: Iterable[TrackedRun]) -> list[Cell]:
     for run in sorted(runs, key=lambda run: run.start_ms):
         if run.tags.get("kind") == "report":
             continue
-        facts = {key: _fact(key, run.params.get(key, "")) for key in IDENTITY}
+        known = {**run.params, "nodes": run.tags.get("nodes", "1")}  # a tag; older runs have none
+        facts = {key: _fact(key, known.get(key, "")) for key in IDENTITY}
         found.setdefault(tuple(facts.values()), Cell(facts)).runs.append(run)
     return list(found.values())
 

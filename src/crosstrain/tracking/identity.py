@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import socket
+import sys
 from pathlib import Path
 
 import psutil
@@ -13,6 +15,24 @@ import psutil
 def host_name() -> str:
     """The `host` tag."""
     return socket.gethostname()
+
+
+def own_tags() -> dict[str, str]:
+    """The tags that say where and by whom a run is driven: `host`, `driver`, and MLflow's user and source."""
+    return {
+        "host": host_name(),
+        "driver": driver_identity(),
+        "mlflow.user": _user(),
+        "mlflow.source.name": Path(sys.argv[0]).name or "crosstrain",
+        "mlflow.source.type": "LOCAL",
+    }
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return str(os.getuid())
 
 
 def driver_identity(pid: int | None = None) -> str:

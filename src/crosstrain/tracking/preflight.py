@@ -25,6 +25,8 @@ from crosstrain.errors import TrackingError
 
 #: s, for one answer of a server; two tries and the pause between them stay below DEADLINE_S.
 ANSWER_S = 5
+#: MLflow's first major version whose server answers what the client of today asks for with every run (logged models)
+OLDEST_SERVER = 3
 #: s, within which a store must be found good or bad. Creating a new local store may take longer.
 DEADLINE_S = 15
 #: s, to wait for another driver that is creating the same local store (measured: 4 to 12 s on a busy machine).
@@ -101,7 +103,7 @@ def explain(error: BaseException, uri: str) -> TrackingError:
     """A TrackingError for anything that MLflow or SQLAlchemy raised."""
     if isinstance(error, TrackingError):
         return error
-    text = " ".join(str(error).split())
+    text = re.sub(r"\(Background on this error at: \S+\)", "", " ".join(str(error).split())).strip()
     place = f"tracking store {shown(uri)}"
     if isinstance(error, ModuleNotFoundError) and error.name in _DATABASE_DRIVERS:
         package = _DATABASE_DRIVERS[error.name]
@@ -109,6 +111,8 @@ def explain(error: BaseException, uri: str) -> TrackingError:
         return TrackingError(f"{place} needs the module {error.name}: pip install '{package}'{other}")
     if "out-of-date database schema" in text or "Can't locate revision" in text:
         return _old_schema(uri)
+    if getattr(error, "error_code", "") == "PERMISSION_DENIED":
+        return TrackingError(f"{place} denies access (403): the login may not write there; its admin gives EDIT on the experiment")
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return TrackingError(
             f"{place}: its TLS certificate is not trusted here; set MLFLOW_TRACKING_SERVER_CERT_PATH to the CA file"
@@ -168,9 +172,10 @@ def check_server(uri: str) -> None:
     place = f"tracking server {shown(uri)}"
     status, body = answer.status_code, " ".join(answer.text.split())[:200]
     if status == 401:
-        raise TrackingError(
-            f"{place} wants a login (401): set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-        )
+        variables = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        if any(os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "TOKEN")) or "@" in urlsplit(uri).netloc:
+            raise TrackingError(f"{place} does not accept the login given to it (401): check {variables}")
+        raise TrackingError(f"{place} wants a login (401): set {variables}")
     if status == 403 and "Invalid Host header" in body:
         host = urlsplit(uri).netloc.rpartition("@")[2]
         raise TrackingError(
@@ -189,6 +194,14 @@ def check_server(uri: str) -> None:
         raise TrackingError(
             f"{place} answers, but is no MLflow server (no JSON at {api}): check the address; a proxy's login page looks like this"
         ) from None
+    answer = http_request(
+        get_default_host_creds(uri), "/version", "GET", max_retries=1, timeout=ANSWER_S, raise_on_status=False
+    )  # fmt: skip
+    version = re.fullmatch(r"(\d+)\.\d+\S*", answer.text.strip()) if answer.status_code == 200 else None
+    if version and int(version[1]) < OLDEST_SERVER:
+        raise TrackingError(
+            f"{place} is MLflow {version[0]}, which does not know what this MLflow asks of a run: update it to {OLDEST_SERVER}.0 or newer"
+        )
 
 
 # -- databases ------------------------------------------------------------------------------------------------------------------

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,10 +13,12 @@ from urllib.parse import urlsplit
 
 from crosstrain.errors import TrackingError
 from crosstrain.tracking import preflight as checks
+from crosstrain.tracking import proof
 from crosstrain.tracking import upload as uploads
-from crosstrain.tracking.identity import driver_identity, host_name, is_alive
+from crosstrain.tracking.identity import host_name, is_alive, own_tags
+from crosstrain.tracking.proof import Proof
 from crosstrain.tracking.series import RunRecord
-from crosstrain.tracking.view import page_url, view_tags
+from crosstrain.tracking.view import page_url, view_tag, view_tags
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -69,6 +69,11 @@ class Tracker:
         return uri
 
     @property
+    def shown_uri(self) -> str:
+        """The store's address without its password."""
+        return checks.shown(self.uri)
+
+    @property
     def is_server(self) -> bool:
         return self.uri.startswith(("http://", "https://"))
 
@@ -108,6 +113,11 @@ class Tracker:
                     database.parent.mkdir(parents=True, exist_ok=True)
                 elif not database.parent.is_dir():
                     raise TrackingError(f"tracking store {self.uri}: the folder {database.parent} does not exist: create it")
+                if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and checks.file_system(database) in checks.NETWORK_FILE_SYSTEMS:
+                    raise TrackingError(
+                        f"tracking store {self.uri} is an SQLite file on a network file system, into which only one host may write: "
+                        "this job keeps its run in its folder, and the command that started the sweep brings it into the store"
+                    )
                 with checks.locked(database, self.uri):
                     if not database.exists() or database.stat().st_size == 0:
                         checks.create_sqlite(database, str(self.artifact_root))
@@ -154,6 +164,8 @@ class Tracker:
     def _prepare_server(self) -> None:
         checks.check_server(self.uri)
         self._prepare()
+        # a login that may only read would let the sweep start, and then refuse each of its runs
+        self.client.set_experiment_tag(self.experiment_id, "crosstrain", "measured runs")
 
     def _prepare(self) -> None:
         self.experiment_id = self._get_or_create_experiment()
@@ -201,7 +213,8 @@ class Tracker:
         if others:
             raise TrackingError(
                 f"tracking store {self.uri} is on a network file system and in use by {', '.join(sorted(others))}: hosts can not "
-                "share an SQLite file; start `mlflow server` and set tracking.uri to it, or use a store of this host"
+                "share an SQLite file; start `mlflow server` and set tracking.uri to it, or use a store of this host, or "
+                "measure with tracking=journal and then `crosstrain sync` on one host"
             )
 
     def _close_stale(self, running: list[Run]) -> None:
@@ -217,21 +230,22 @@ class Tracker:
     def start(self, name: str, params: dict[str, str], tags: dict[str, str], start_ms: int) -> str:
         """Create a RUNNING run and return its id. Tags `host`, `driver` and MLflow's user and source are added."""
         with self._told():
-            own = {
-                "host": host_name(),
-                "driver": driver_identity(),
-                "mlflow.user": _user(),
-                "mlflow.source.name": Path(sys.argv[0]).name or "crosstrain",
-                "mlflow.source.type": "LOCAL",
-            }
-            run = self.client.create_run(self._id(), start_ms, uploads.legal_tags({**own, **tags}), name)
+            run = self.client.create_run(self._id(), start_ms, uploads.legal_tags({**own_tags(), **tags}), name)
             uploads.log_params(self.client, run, params)
             return run.info.run_id
 
-    def finish(self, run_id: str, record: RunRecord) -> None:
-        """Upload the record and give the run its final status. May be repeated: points, params and artifacts stay single."""
+    def finish(self, run_id: str, record: RunRecord, again: bool = False) -> None:
+        """Upload the record and give the run its final status. May be repeated: points, params and artifacts stay single.
+
+        `again`: also what a run that was uploaded to the end should have already.
+        """
         with self._told():
-            uploads.upload(self.client, run_id, record)
+            uploads.upload(self.client, run_id, record, again)
+
+    def compare(self, run_id: str, record: RunRecord) -> Proof:
+        """Count what the store has of the record."""
+        with self._told():
+            return proof.compare(self.client, self.client.get_run(run_id), record)
 
     def set_tag(self, run_id: str, key: str, value: str) -> None:
         with self._told():
@@ -255,6 +269,21 @@ class Tracker:
         with self._told():
             runs = self._search(f"tags.`{key}` = '{value}'", at_most=1)
             return runs[0].info.run_id if runs else None
+
+    def of_journal(self, run_id: str) -> tuple[str, bool] | None:
+        """(MLflow's id, whether it was deleted) of the run with this `crosstrain_run_id`, None when the experiment has none."""
+        from mlflow.entities import ViewType
+
+        with self._told():
+            query = f"tags.crosstrain_run_id = '{run_id}'"
+            found = self.client.search_runs([self._id()], query, run_view_type=ViewType.ALL, max_results=10)
+            # one that is not deleted before one that is
+            runs = sorted((run.info.lifecycle_stage == "deleted", run.info.run_id) for run in found)
+            return (runs[0][1], runs[0][0]) if runs else None
+
+    def metrics_of(self, run_id: str) -> dict[str, float]:
+        with self._told():
+            return dict(self.client.get_run(run_id).data.metrics)
 
     def published_of_cell(self, cell_key: str) -> list[TrackedRun]:
         """The runs of one cell whose numbers were published, newest first."""
@@ -300,13 +329,23 @@ class Tracker:
         return command
 
     def ui_url(self, base: str = "", view: str = "table", network: str = "") -> str:
-        """Link of a prepared view: "table" or "charts", of all networks or of one, best first.
+        """Link of a prepared view: "table" or "charts", of all networks or of one, best first; "": MLflow's own view.
 
-        `base` is the server's address; empty for a team server (its own). A network's view is created when first asked for.
+        `base` is the server's address; empty for a team server (its own). A view that is missing is made; where that is not allowed
+        the link is that of MLflow's own view.
         """
-        if network:
+        if view:
             self._prepare_views(view_tags(network))
+            known: dict[str, str] = {}
+            with contextlib.suppress(Exception):
+                known = self.client.get_experiment(self._id()).tags
+            view = view if view_tag(view, network) in known else ""
         return page_url(base or checks.shown(self.uri), self._id(), view, network)
+
+    @property
+    def where_to_look(self) -> str:
+        """What a person opens or types to see the runs: a server's link, else the command that starts the page."""
+        return self.ui_url() if self.is_server else self.ui_command
 
     # -- inside -------------------------------------------------------------------------------------------------------------
     @property
@@ -356,10 +395,3 @@ def _tracked(run: Run) -> TrackedRun:
         info.run_id, info.run_name or "", info.status, info.start_time, info.end_time or None,
         dict(run.data.params), dict(run.data.tags), dict(run.data.metrics),
     )  # fmt: skip
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return str(os.getuid())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from crosstrain.tracking.series import RunRecord, thin
@@ -21,6 +23,8 @@ TAGS_PER_CALL = 100
 KEY_LENGTH = 250
 PARAM_LENGTH = 6000
 TAG_LENGTH = 8000
+
+ARTIFACTS_AT_ONCE = 4
 
 #: tag of a run that was uploaded to the end
 COMPLETE = {"tracked": "complete"}
@@ -91,28 +95,39 @@ def series_metrics(record: RunRecord) -> list[Metric]:
     ]
 
 
-def upload(client: MlflowClient, run_id: str, record: RunRecord) -> None:
-    """Everything of the record, then the final status. A second call for a run that arrived only sets the tags.
+def log_artifacts(client: MlflowClient, run_id: str, files: list[tuple[Path, str]]) -> None:
+    """Several at a time, each of them waits for a server; the first one alone, because it asks once for all where they belong."""
+
+    def send(file: tuple[Path, str]) -> None:
+        client.log_artifact(run_id, str(file[0]), file[1] or None)
+
+    for file in files[:1]:
+        send(file)
+    with ThreadPoolExecutor(ARTIFACTS_AT_ONCE) as pool:
+        for _ in pool.map(send, files[1:]):
+            pass
+
+
+def upload(client: MlflowClient, run_id: str, record: RunRecord, again: bool = False) -> None:
+    """Everything of the record, then the final status. A second call for a run that arrived only sets the tags, unless `again`.
 
     The order makes an upload that broke off harmless: the tags with the outcome come after the numbers, and the status
     last. When it is repeated, times and steps are those of the record, so that the store knows the same points again.
     Missing artifact files do not keep the run from its end; FileNotFoundError is raised after it.
     """
     run = client.get_run(run_id)
-    arrived = COMPLETE.items() <= run.data.tags.items() and run.info.end_time == record.end_ms
+    arrived = not again and COMPLETE.items() <= run.data.tags.items() and run.info.end_time == record.end_ms
     missing = []
+    tags: dict[str, str] = {}
     if not arrived:
-        changed = log_params(client, run, record.params)
+        tags = log_params(client, run, record.params)
         log_metrics(client, run_id, summary_metrics(record.metrics, record.end_ms) + series_metrics(record))
-        for path, folder in record.artifacts:
-            if path.is_file():
-                client.log_artifact(run_id, str(path), folder or None)
-            else:
-                missing.append(str(path))
-        log_tags(client, run_id, {**changed, **(COMPLETE if not missing else {})})
+        missing = [str(path) for path, _ in record.artifacts if not path.is_file()]
+        log_artifacts(client, run_id, [(path, folder) for path, folder in record.artifacts if path.is_file()])
+        tags |= COMPLETE if not missing else {}
     # A run that was taken for dead in between carries that reason.
     stale = {"outcome_reason": ""} if "outcome_reason" in run.data.tags else {}
-    log_tags(client, run_id, {**stale, **record.tags})
+    log_tags(client, run_id, {**tags, **stale, **record.tags})
     client.set_terminated(run_id, record.status, record.end_ms)
     if missing:
         raise FileNotFoundError(f"not a file, so no artifact: {', '.join(missing)}")

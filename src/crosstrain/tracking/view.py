@@ -28,10 +28,22 @@ from crosstrain.tracking.preflight import shown
 if TYPE_CHECKING:
     from crosstrain.tracking.store import TrackedRun, Tracker
 
-COLUMNS = [
-    "params.`framework`", "params.`network`", "params.`gpus`", "params.`precision`", "params.`batch_global`",
-    "metrics.`step_ms`", "metrics.`samples_per_s`", "metrics.`efficiency`", "metrics.`accuracy`", "tags.`outcome`",
-]  # fmt: skip
+#: column of the runs table -> its width in pixels. On a screen of 1920 all fit beside the page's own two, also while the page's
+#: assistant takes its quarter (it opens by itself at a browser's first visit).
+COLUMNS = {
+    "params.`framework`": 87, "params.`network`": 84, "params.`gpus`": 52, "params.`precision`": 77, "params.`batch_global`": 98,
+    "metrics.`step_ms`": 72, "metrics.`samples_per_s`": 110, "metrics.`efficiency`": 80, "metrics.`accuracy`": 76,
+    "tags.`outcome`": 118,
+}  # fmt: skip
+#: the page's own columns; of the second, `Created`, the sign of the run's state is seen, for how long ago there is no room
+PAGES_OWN = {"attributes.`Run Name`": 190, "runDateAndNestInfo": 46}
+#: the tag by which the table is sorted, because the page sorts by one column only: see `order`
+ORDER = "order"
+#: system series that get a chart of their own, of the first GPU as far as there is one
+SYSTEM = (
+    "cpu_utilization_percentage", "worker_cpu_percentage", "worker_memory_megabytes", "gpu_0_utilization_percentage",
+    "gpu_0_memory_usage_megabytes", "gpu_0_power_usage_watts", "gpu_0_sm_clock_megahertz",
+)  # fmt: skip
 #: s, for the web page to come up (measured: 8 s on two cores, over a minute when they are very busy)
 START_S = 240
 
@@ -40,65 +52,88 @@ def _key(view: str, network: str) -> str:
     return f"crosstrain-{view}" + (f"-{network}" if network else "")
 
 
+def view_tag(view: str, network: str = "") -> str:
+    """The experiment tag that holds a prepared view."""
+    return f"mlflow.sharedViewState.{_key(view, network)}"
+
+
 def page_url(base: str, experiment_id: str, view: str = "table", network: str = "") -> str:
-    """Link of a prepared view below the server's address. Without workflowType MLflow opens its pages for language models."""
-    mode = "&compareRunsMode=CHART" if view == "charts" else ""
+    """Link of a prepared view below the server's address, or with view="" of MLflow's own view of all runs.
+
+    Without workflowType MLflow opens its pages for language models; so it does for a view that is not in the store.
+    """
     base = re.sub(r"://[^/@]*@", "://", base.rstrip("/"))  # no credentials in a link
-    return f"{base}/#/experiments/{experiment_id}/runs?workflowType=machine_learning&viewStateShareKey={_key(view, network)}{mode}"
+    url = f"{base}/#/experiments/{experiment_id}/runs?workflowType=machine_learning"
+    if view:
+        url += f"&viewStateShareKey={_key(view, network)}"
+    return url + ("&compareRunsMode=CHART" if view == "charts" else "")
+
+
+def order(network: str, step_ms: float | None) -> str:
+    """The value of the tag ORDER: sorts by network, then by step_ms, runs without it last (tags are compared as texts)."""
+    return f"{network} {step_ms:014.4f}" if step_ms is not None else f"{network} without"
 
 
 def view_tags(network: str = "") -> dict[str, str]:
-    """The experiment tags of the table and the chart view: measured runs, fastest step first.
-
-    The page sorts by one column only, and "best first" means something within one network, hence views per network.
-    """
+    """The experiment tags of the table and the chart view: measured runs, by network, fastest step first; or those of one network."""
     table: dict[str, Any] = {
         "searchFilter": 'tags.kind = "run"' + (f' and params.network = "{network}"' if network else ""),
-        "orderByKey": "metrics.`step_ms`",
+        "orderByKey": f"tags.`{ORDER}`",
         "orderByAsc": True,
         "startTime": "ALL",
         "lifecycleFilter": "Active",
         "datasetsFilter": [],
         "modelVersionFilter": "All Runs",
-        "selectedColumns": COLUMNS,
+        "selectedColumns": list(COLUMNS),
+        "columnOrder": [*PAGES_OWN, *COLUMNS],
+        "columnWidths": {**PAGES_OWN, **COLUMNS},
         "runsHiddenMode": "SHOWALL",
     }
     charts = {
         **table,
         "compareRunCharts": _charts(),
-        "compareRunSections": [_section(name) for name in ("summary", "iter")],
+        "compareRunSections": _SECTIONS,
         "isAccordionReordered": True,  # else the page sorts the sections by name
+        "hideEmptyCharts": True,  # no GPU: no charts of it
     }
     states = {"table": table, "charts": charts}
-    return {f"mlflow.sharedViewState.{_key(view, network)}": json.dumps(state) for view, state in states.items()}
+    return {view_tag(view, network): json.dumps(state) for view, state in states.items()}
 
 
-def _section(name: str) -> dict[str, Any]:
+def _section(name: str, display: bool = True) -> dict[str, Any]:
     """A section takes in the charts that the page adds by itself for the metrics `<name>/…`; reordered: after ours."""
-    return {"uuid": name, "name": name, "display": True, "isReordered": True}
+    return {"uuid": name, "name": name, "display": display, "isReordered": True}
+
+
+# The last two have the page's own names: for `system/…`, and for all that has no prefix, a bar chart each (folded: the table has them).
+_SECTIONS = [_section("summary"), _section("epoch"), _section("iter"), _section("System metrics"), _section("Model metrics", False)]
 
 
 def _charts() -> list[dict[str, Any]]:
+    """Ours, section by section; the page adds those of the other metrics."""
     compared = ["framework", "network", "gpus", "precision"]
+    by_seconds = {"xAxisKey": "metric", "selectedXAxisMetricKey": "epoch/train_s"}  # of training, evaluation left out
     charts: list[dict[str, Any]] = [
-        {"type": "BAR", "metricKey": "samples_per_s", "metricSectionId": "summary"},
-        {"type": "BAR", "metricKey": "accuracy", "metricSectionId": "summary"},
-        {"type": "PARALLEL", "selectedParams": compared, "selectedMetrics": ["samples_per_s"], "metricSectionId": "summary"},
+        *({"type": "BAR", "metricKey": key, "metricSectionId": "summary"} for key in ("step_ms", "samples_per_s", "accuracy")),
         {
             "type": "SCATTER",
             "xaxis": {"key": "gpus", "type": "PARAM"},
             "yaxis": {"key": "samples_per_s", "type": "METRIC"},
             "metricSectionId": "summary",
         },
-        *(_line(key) for key in ("iter/ms", "iter/loss")),
+        {"type": "BAR", "metricKey": "efficiency", "metricSectionId": "summary"},
+        {"type": "PARALLEL", "selectedParams": compared, "selectedMetrics": ["step_ms"], "metricSectionId": "summary"},
+        {**_line("epoch/accuracy", "epoch"), **by_seconds},
+        *(_line(f"iter/{name}", "iter") for name in ("ms", "loss", "accuracy")),
+        *({**_line(f"system/{name}", "System metrics"), "xAxisKey": "time-relative"} for name in SYSTEM),
     ]
     common = {"runsCountToCompare": 30, "deleted": False, "isGenerated": False}
     return [{**chart, "uuid": f"c{index}", **common} for index, chart in enumerate(charts, 1)]
 
 
-def _line(key: str) -> dict[str, Any]:
+def _line(key: str, section: str) -> dict[str, Any]:
     return {
-        "type": "LINE", "metricKey": key, "selectedMetricKeys": [key], "metricSectionId": "iter", "range": {},
+        "type": "LINE", "metricKey": key, "selectedMetricKeys": [key], "metricSectionId": section, "range": {}, "useGlobalXaxisKey": False,
         "xAxisKey": "step", "selectedXAxisMetricKey": "", "xAxisScaleType": "linear", "scaleType": "linear", "lineSmoothness": 0,
     }  # fmt: skip
 
@@ -168,6 +203,8 @@ def _serve(tracker: Tracker, host: str, port: int) -> int:
         "MLFLOW_REGISTRY_STORE_URI": tracker.uri,
         "MLFLOW_DEFAULT_ARTIFACT_ROOT": str(tracker.artifact_root),
         "MLFLOW_UVICORN_OPTS": "--log-level warning",
+        # eight more processes, for jobs about language models
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_LOGGING_LEVEL": "WARNING",
         "PYTHONWARNINGS": "ignore",
     }
@@ -210,7 +247,8 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 def _print_links(tracker: Tracker, base: str) -> None:
     print(f"table:  {tracker.ui_url(base, 'table')}")
-    print(f"charts: {tracker.ui_url(base, 'charts')}", flush=True)
+    print(f"charts: {tracker.ui_url(base, 'charts')}")
+    print(f"plain:  {tracker.ui_url(base, '')}  (MLflow's own view, should a prepared one fail)", flush=True)
 
 
 def _run_list(arguments: argparse.Namespace) -> int:
