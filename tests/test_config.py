@@ -253,8 +253,12 @@ OWN_FILES = {
     "+study=own": {
         "study: own\nseed: 2\n": "study/own.yaml: must begin with the line '# @package _global_'",
         "# @package _global_\nstudy: own\nsed: 2\n": "study/own.yaml: sed: unknown key; did you mean seed?",
-        "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {cells: {seed: 2}}}\n": "study/own.yaml: hydra.sweeper.cells and .smoke: must be",
-        "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {cells: [2]}}\n": "study/own.yaml: hydra.sweeper.cells and .smoke: must be",
+        "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {cells: {seed: 2}}}\n": (
+            "study/own.yaml: hydra.sweeper.cells and .smoke: must be"
+        ),
+        "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {cells: [2]}}\n": (
+            "study/own.yaml: hydra.sweeper.cells and .smoke: must be"
+        ),
         "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {cels: [{seed: 2}]}}\n": "study/own.yaml: hydra.sweeper.cels: unknown key",
         "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {cells: [{seed: 2}, {}, {sed: '3,4'}]}}\n": (
             "sed=3: unknown key; did you mean seed? (in cell 3: "

@@ -37,6 +37,7 @@ OTHERS_CPU_LIMIT = 0.05  # of the leased CPUs' time: above it the run is contami
 _MIN_WINDOW_S = 1.0  # below, the kernel's 10 ms ticks are too coarse for the 5 %
 _MIN_ENERGY_WINDOW_S = 10.0
 _GPUS_A_SAMPLE = 4
+_LEAST_S = 0.09  # between samples: below, one tick of a process is 10 % and more
 
 
 class ProcessTree:
@@ -177,7 +178,7 @@ class SystemSampler:
             if total > total_then:
                 # the kernel's counters of idle time may go back, and do not tick together with the others
                 row["system/cpu_utilization_percentage"] = min(100.0, max(0.0, (1 - (idle - idle_then) / (total - total_then)) * 100))
-            if now > then:
+            if now - then > _LEAST_S:
                 row["system/worker_cpu_percentage"] = max(0.0, own_s - own_then) / (now - then) * 100
         self._before = now, cpu_times, own_s
         for gpu in self._gpus_in_turn():
