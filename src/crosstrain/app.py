@@ -207,8 +207,8 @@ def before_first_run(configs: Sequence[Any], folder: str) -> None:
         plan.show(specs, [list(config.hydra.overrides.task) for config in configs])
         raise SystemExit(0)
     _check_writable(Path(folder).absolute())
-    for launcher in {spec.launcher for spec in specs} if not elsewhere(configs[0]) else ():
-        launch.check(launcher, Path(folder).absolute())
+    for launcher, hosts in {(spec.launcher, spec.hosts) for spec in specs} if not elsewhere(configs[0]) else ():
+        launch.check(launcher, hosts, Path(folder).absolute())
     progress.sweep.begin(len(specs))
     for tracking in {json.dumps(spec.tracking, sort_keys=True) for spec in specs}:
         run.check_store(json.loads(tracking))

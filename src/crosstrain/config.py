@@ -125,9 +125,10 @@ class TrackingConfig:
 
 @dataclass
 class LauncherConfig:
-    """Who starts the ranks. `nodes`: over how many of the allocation's (launcher=slurm)."""
+    """Who starts the ranks. `nodes`: over how many of the allocation's (launcher=slurm), or of `hosts` (launcher=mpi)."""
 
     name: str = MISSING
+    hosts: list[str] | None = None
     nodes: int | None = None
 
 

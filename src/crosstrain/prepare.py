@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from crosstrain import data, devices, environments, locks
+from crosstrain import data, devices, environments, launch, locks
 from crosstrain.environments import Environment
 from crosstrain.errors import OutcomeError
-from crosstrain.launch import slurm
 from crosstrain.networks import initial_weights
 from crosstrain.runspec import RunSpec
 
@@ -70,12 +69,12 @@ def choose_place(spec: RunSpec) -> Place:
         raise OutcomeError("unsupported", "batch_size=max is for GPUs: memory of the host ends with the whole machine", "give a number")
     if spec.parallelism == "horovod":
         _check_horovod(spec, kind)
-    cpus = len(devices.logical_cpus()) if nodes == 1 else slurm.allocation().cpus
+    cpus = len(devices.logical_cpus()) if nodes == 1 else launch.machines(spec.launcher, spec.hosts).cpus
     threads = min(_threads(spec, copies), max(1, cpus // copies)) if spec.threads is None else spec.threads
     too_many = kind == "cpu" and threads * copies > cpus
     if too_many and not spec.oversubscribe:
         asked = f"asked for {copies} x {threads} threads" if copies > 1 else f"asked for {threads} threads"
-        have = f"{asked}{_each(nodes)}; this machine has {cpus} logical CPUs{' in this job' if nodes > 1 else ''}"
+        have = f"{asked}{_each(nodes)}; this machine has {cpus} logical CPUs{' in this job' if nodes > 1 and not spec.hosts else ''}"
         raise OutcomeError("unsupported", have, "device.oversubscribe=true runs them anyway")
     return Place(kind, gpus, spec.copies, threads, kind == "cpu" and not too_many, nodes)
 
@@ -86,12 +85,13 @@ def _each(nodes: int) -> str:
 
 def _nodes(spec: RunSpec) -> int:
     """How many machines the replicas are spread over, equally many on each. Raises OutcomeError `unsupported`."""
-    if spec.launcher != "slurm" or spec.copies == 1:
+    if spec.launcher == "local" or spec.copies == 1:
         return 1
-    have = len(slurm.allocation().nodes)
+    have = len(launch.machines(spec.launcher, spec.hosts).nodes)
     nodes = spec.nodes or have
     if nodes > have:
-        raise OutcomeError("unsupported", f"launcher.nodes={nodes}: the allocation has {have}")
+        what = "launcher.hosts" if spec.hosts else "the allocation"
+        raise OutcomeError("unsupported", f"launcher.nodes={nodes}: {what} has {have}")
     if spec.copies % nodes:
         allowed = ", ".join(str(n) for n in range(1, have + 1) if spec.copies % n == 0)
         uneven = f"{spec.copies} replicas can not be spread evenly over {nodes} nodes"
@@ -155,7 +155,8 @@ def run_json(spec: RunSpec, ready: Prepared, run_id: str, folder: Path, gpus: li
         "threads": ready.place.threads,
         "replicas": ready.place.copies,
         "nodes": ready.place.nodes,
-        "address": slurm.allocation().address if ready.place.nodes > 1 else None,
+        "address": launch.machines(spec.launcher, spec.hosts).address if ready.place.nodes > 1 else None,
+        "hosts": list(spec.hosts[: ready.place.nodes]) if ready.place.nodes > 1 else [],
         "world_size": world_size(spec.framework, ready.place.copies, spec.parallelism, ready.place.nodes),
         "parallelism": spec.parallelism,
         "batch_global": spec.batch_global,

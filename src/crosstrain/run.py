@@ -177,7 +177,7 @@ def run(config: DictConfig) -> float:
     progress.sweep.folder = sweep_folder
     try:
         spec = runspec.from_config(config)
-        launch.check(spec.launcher, sweep_folder)
+        launch.check(spec.launcher, spec.hosts, sweep_folder)
     except ConfigError as error:  # only under a sweeper that does not check first
         progress.say(f"error: {error}")
         outcome = Outcome("crashed", "", str(error))
@@ -308,7 +308,7 @@ def lease(place: prepare.Place, line: progress.RunLine) -> Iterator[tuple[list[A
     else:
         cpus_here = len(devices.logical_cpus())
         with leases.lease_cpus(cpus_here if several else min(cpus_here, place.threads * place.copies), wait) as cpus:
-            yield [], cpus if place.pinned and not several else None  # on several machines Slurm pins
+            yield [], cpus if place.pinned and not several else None  # on several machines Slurm pins, or nobody
 
 
 def attend(state: State, line: progress.RunLine, gpus: list[Any]) -> Ended:

@@ -36,7 +36,8 @@ class RunSpec:
     parallelism: str
     measure: dict[str, Any]
     tracking: dict[str, Any]
-    launcher: str  # local | slurm
+    launcher: str  # local | slurm | mpi
+    hosts: tuple[str, ...]  # of launcher=mpi
     nodes: int | None
     task: str
     gpus: int | None
@@ -111,7 +112,9 @@ CHECKS: list[Check] = [
     ("data.name", *NAME),
     ("device.name", *_one_of("auto", "cpu", "gpu")),
     ("parallelism.name", *_one_of("native", "horovod")),
-    ("launcher.name", *_one_of("local", "slurm")),
+    ("launcher.name", *_one_of("local", "slurm", "mpi")),
+    ("launcher.hosts", lambda v: all(re.fullmatch(r"\w[\w.-]*", host) for host in v), "a list of host names or IPv4 addresses"),
+    ("launcher.hosts", lambda v: len(set(v)) == len(v), "a list that names each host once"),
     ("launcher.nodes", lambda v: v >= 1, "a number >= 1"),
     ("tracking.name", *_one_of("mlflow", "journal")),
     ("optimizer", *_one_of(*schema.Optimizer.__members__)),
@@ -187,6 +190,7 @@ def from_config(config: DictConfig) -> RunSpec:
         measure=measure,
         tracking=plain["tracking"],
         launcher=plain["launcher"]["name"],
+        hosts=tuple(plain["launcher"]["hosts"] or ()),
         nodes=plain["launcher"]["nodes"],
         batch_size=_or(plain["batch_size"], recommended.get("batch_size", 32)),
         epochs=epochs,
@@ -293,8 +297,12 @@ def _check_together(spec: RunSpec) -> None:
     if version is not None and not re.fullmatch(r"\d+\.\d+\.\d+([.+a-z]\w*)*", version):
         example = "e.g. 2.10.0 (2.10 alone is read as the number 2.1)"
         raise ConfigError(f"framework.version={version}: must have three components, {example}")
-    if spec.nodes and spec.launcher != "slurm":
-        raise ConfigError(f"launcher.nodes={spec.nodes}: launcher={spec.launcher} has one machine; say launcher=slurm")
+    if spec.nodes and spec.launcher == "local":
+        raise ConfigError(f"launcher.nodes={spec.nodes}: launcher=local has one machine; say launcher=slurm or launcher=mpi")
+    if spec.hosts and spec.launcher != "mpi":
+        raise ConfigError(f"launcher.hosts=[{','.join(spec.hosts)}]: launcher={spec.launcher} takes no hosts; say launcher=mpi")
+    if spec.launcher == "mpi" and not spec.hosts:
+        raise ConfigError("launcher=mpi: no hosts are given; say launcher.hosts=[NAME,NAME,…], the first is this machine")
     if spec.device == "cpu" and spec.gpus:
         raise ConfigError(f"gpus={spec.gpus}: device=cpu has no GPUs; for copies of the model on the CPU say replicas={spec.gpus}")
     if spec.replicas and (spec.gpus or spec.device == "gpu"):

@@ -1,6 +1,7 @@
 """Ranks on several machines: which of its machine's devices a rank has, and by which way the machines reach each other.
 
-run.json has `nodes` (machines; the ranks lie in blocks, equally many on each) and `address` (that of the first, where rank 0 is).
+run.json has `nodes` (machines; the ranks lie in blocks, equally many on each), `address` (that of the first, where rank 0 is) and
+`hosts` (their names where the user has given them, else empty).
 """
 
 import os
@@ -26,10 +27,15 @@ def local_rank(run, rank):
 def choose_gpus(run, rank):
     """Which GPUs this process sees. On one machine the launcher has said it. Before anything is imported that looks.
 
-    On several each machine has others: those of the first are leased by the driver, on the others Slurm has said which are the job's.
+    On several each machine has others: those of the first are leased by the driver, on the others Slurm has said which are the job's;
+    without Slurm they are the first of the machine.
     """
-    if nodes(run) > 1 and (run["device"] == "cpu" or rank < ranks_here(run)):
+    if nodes(run) == 1:
+        return
+    if run["device"] == "cpu" or rank < ranks_here(run):
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(run["gpus"])
+    elif run.get("hosts"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(run["replicas"] // nodes(run))))
 
 
 def own_address(run):

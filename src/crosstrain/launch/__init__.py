@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from crosstrain.environments import Environment
-from crosstrain.launch import horovod, local, mpi, slurm
+from crosstrain.launch import horovod, local, mpi, several, slurm
 
 
 class Rank(Protocol):
@@ -24,18 +24,25 @@ class Rank(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
-def check(launcher: str, folder: Path) -> None:
+def check(launcher: str, hosts: tuple[str, ...], folder: Path) -> None:
     """Raises ConfigError where runs can not be started by `launcher` here. `folder`: where the results are or will be."""
     if launcher == "slurm":
         slurm.check(folder)
+    elif launcher == "mpi":
+        mpi.check(hosts, folder)
+
+
+def machines(launcher: str, hosts: tuple[str, ...]) -> several.Machines:
+    """Those over which replicas can be spread, where `launcher` has several. Raises ConfigError as `check` does."""
+    return slurm.allocation() if launcher == "slurm" else mpi.machines(hosts)
 
 
 def start(run: Mapping[str, Any], place: Environment, extra: Mapping[str, str]) -> Sequence[Rank]:
-    """Start all ranks of `run` (run.json is written), by mpirun or Horovod's launcher where they need it, on several machines by srun."""
+    """Start all ranks of `run` (run.json is written), by mpirun or horovodrun where they need it, over several machines also by srun."""
     if run["world_size"] > 1 and run["parallelism"] == "native" and run["framework"].get("started_by") == "mpirun":
         return mpi.start(run, place, extra)
     if run.get("nodes", 1) > 1:
-        return slurm.start(run, place, extra)
+        return (mpi if run.get("hosts") else slurm).start(run, place, extra)
     if run["world_size"] > 1 and run["parallelism"] == "horovod":
         return horovod.start(run, place, extra)
     return local.start(run, place, extra)
@@ -44,4 +51,4 @@ def start(run: Mapping[str, Any], place: Environment, extra: Mapping[str, str]) 
 def stop(run: Mapping[str, Any]) -> None:
     """End what is left of `run` on other machines; the processes of this one are the caller's."""
     if run.get("nodes", 1) > 1:
-        slurm.stop(run)
+        (mpi if run.get("hosts") else slurm).stop(run)

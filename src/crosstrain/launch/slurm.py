@@ -11,18 +11,14 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstrain import paths, processes
 from crosstrain.environments import Environment
 from crosstrain.errors import ConfigError
-from crosstrain.launch import local, program
+from crosstrain.launch import local, program, several
 
 log = logging.getLogger(__name__)
 
@@ -37,18 +33,8 @@ GONE_S = 10
 KEPT = re.compile(r"SLURM_(CONF|CLUSTERS|JOB_?ID|MEM_PER_\w+)$")
 
 
-@dataclass(frozen=True)
-class Allocation:
-    """The nodes of the job that this process is in, the first is this machine. `cpus`: the fewest that one of them has."""
-
-    job: str
-    nodes: tuple[str, ...]
-    cpus: int
-    address: str
-
-
 @functools.cache
-def allocation() -> Allocation:
+def allocation() -> several.Machines:
     """Ask Slurm. Raises ConfigError with one line where the driver is not on the first node of an allocation."""
     refuse = "launcher=slurm: "
     missing = [command for command in COMMANDS if shutil.which(command) is None]
@@ -66,10 +52,10 @@ def allocation() -> Allocation:
         found = re.search(r"NodeAddr=(\S+)", _ask("scontrol", "show", "node", here))
         cpus = min(_expanded(os.environ["SLURM_JOB_CPUS_PER_NODE"]))
     except (OSError, subprocess.SubprocessError, KeyError, ValueError) as error:
-        raise ConfigError(f"{refuse}Slurm does not answer about job {job}: {_words(error)}") from error
+        raise ConfigError(f"{refuse}Slurm does not answer about job {job}: {several.words(error)}") from error
     if here != nodes[0]:
         raise ConfigError(f"{refuse}train.py runs on {here}; start it on the first node of job {job}, which is {nodes[0]} ({ONE_STEP})")
-    return Allocation(job, nodes, cpus, found[1] if found else here)
+    return several.Machines(nodes, cpus, found[1] if found else here, job)
 
 
 def _expanded(text: str) -> list[int]:
@@ -86,11 +72,6 @@ def _ask(*command: str, seconds: float = ASK_S) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True, stdin=subprocess.DEVNULL).stdout
 
 
-def _words(error: Exception) -> str:
-    said = getattr(error, "stderr", None) or str(error)
-    return (said.strip().splitlines() or [type(error).__name__])[-1]
-
-
 def check(folder: Path) -> None:
     """Raises ConfigError where runs of several nodes can not be done: no allocation, several drivers, files that not all nodes see.
 
@@ -101,40 +82,22 @@ def check(folder: Path) -> None:
         raise ConfigError(f"launcher=slurm: srun started train.py more than once; {once}")
     own = allocation()
     if len(own.nodes) > 1 and own not in _checked:
-        _check_seen(next(parent for parent in (folder, *folder.parents) if parent.exists()), own)
+        several.check_seen("slurm", own.nodes, functools.partial(_step, own.nodes), "SLURM_PROCID", folder)
         _checked.add(own)
 
 
-_checked: set[Allocation] = set()
-
-
-def _check_seen(folder: Path, own: Allocation) -> None:
-    """Every node sees what is new in the folder and in the user cache, and the worker."""
-    cache, worker = paths.cache_dir(), str(paths.worker_dir() / "__main__.py")
-    look = 'for path; do [ -e "$path" ] || echo "$SLURMD_NODENAME $path"; done'
-    with (
-        tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-") as first,
-        tempfile.NamedTemporaryFile(dir=cache, prefix=".seen-") as second,
-    ):
-        command = [*_srun(own.nodes, 1), "/bin/sh", "-c", look, "sh", first.name, second.name, worker]
-        try:
-            missing = _ask(*command, seconds=STEP_S).splitlines()
-        except (OSError, subprocess.SubprocessError) as error:
-            raise ConfigError(f"launcher=slurm: srun can not start anything on {', '.join(own.nodes)}: {_words(error)}") from error
-    if missing:
-        node, _, path = missing[0].partition(" ")
-        wanted = {
-            first.name: f"{folder}, where the results go: start in a folder that all nodes share",
-            second.name: f"{cache}, the user cache: CROSSTRAIN_CACHE=<a folder that all nodes share>",
-            worker: f"{worker}: install crosstrain where all nodes share it",
-        }
-        raise ConfigError(f"launcher=slurm: node {node} does not see {wanted[path]}")
+_checked: set[several.Machines] = set()
 
 
 def _srun(nodes: Sequence[str], per_node: int, *options: str) -> list[str]:
     """A step with so many tasks on each node, in blocks. It shares what the job has with the step in which the driver may be."""
     spread = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes) * per_node}", f"--ntasks-per-node={per_node}", "--distribution=block"]
     return ["srun", "--overlap", "--export=ALL", "--input=none", "--mpi=none", f"--nodelist={','.join(nodes)}", *spread, *options]
+
+
+def _step(nodes: Sequence[str], *command: str, seconds: float = STEP_S) -> str:
+    """What a command prints, started once on each node. Raises OSError, subprocess.SubprocessError."""
+    return _ask(*_srun(nodes, 1, "--cpu-bind=none"), *command, seconds=seconds)
 
 
 def start(run: Mapping[str, Any], place: Environment, extra: Mapping[str, str]) -> list[program.Rank]:
@@ -165,15 +128,10 @@ def stop(run: Mapping[str, Any]) -> None:
                 log.error("steps that could not be stopped: %s", steps)
                 break
             time.sleep(0.2)
-        # Not every cluster tracks processes that leave their session.
-        here = str(Path(processes.__file__).parent)
-        command = [sys.executable, "-I", "-S", "-c", _STOP_ALL, here, run["run_id"]]
-        _ask(*_srun(own.nodes[: run["nodes"]], 1, "--cpu-bind=none"), *command)
     except (OSError, subprocess.SubprocessError) as error:
-        log.error("the other nodes of the run could not be looked at: %s", _words(error))
-
-
-_STOP_ALL = "import sys; sys.path.append(sys.argv[1]); import processes; sys.exit(bool(processes.stop_all(sys.argv[2], grace_s=1.0)))"
+        log.error("the steps of the run could not be looked at: %s", several.words(error))
+    # Not every cluster tracks processes that leave their session.
+    several.stop_all(run["run_id"], functools.partial(_step, own.nodes[: run["nodes"]], seconds=ASK_S))
 
 
 def _steps(job: str, name: str) -> list[str]:
