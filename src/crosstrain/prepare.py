@@ -76,7 +76,8 @@ def choose_place(spec: RunSpec) -> Place:
         asked = f"asked for {copies} x {threads} threads" if copies > 1 else f"asked for {threads} threads"
         have = f"{asked}{_each(nodes)}; this machine has {cpus} logical CPUs{' in this job' if nodes > 1 and not spec.hosts else ''}"
         raise OutcomeError("unsupported", have, "device.oversubscribe=true runs them anyway")
-    return Place(kind, gpus, spec.copies, threads, kind == "cpu" and not too_many, nodes)
+    pinned = kind == "cpu" and not too_many and not (nodes > 1 and spec.hosts)  # mpirun pins nothing, Slurm does
+    return Place(kind, gpus, spec.copies, threads, pinned, nodes)
 
 
 def _each(nodes: int) -> str:

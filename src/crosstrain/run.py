@@ -308,7 +308,7 @@ def lease(place: prepare.Place, line: progress.RunLine) -> Iterator[tuple[list[A
     else:
         cpus_here = len(devices.logical_cpus())
         with leases.lease_cpus(cpus_here if several else min(cpus_here, place.threads * place.copies), wait) as cpus:
-            yield [], cpus if place.pinned and not several else None  # on several machines Slurm pins, or nobody
+            yield [], cpus if place.pinned and not several else None  # on several machines Slurm pins
 
 
 def attend(state: State, line: progress.RunLine, gpus: list[Any]) -> Ended:
