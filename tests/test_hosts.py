@@ -127,8 +127,8 @@ def test_a_rank_on_another_host_that_fails_is_the_reason(hosts: Hosts, tmp_path:
 @pytest.fixture
 def running(hosts: Hosts, tmp_path: Path, cache: Path) -> Iterator[Path]:
     """The folder of a run on both hosts that would go on for a long time."""
-    endless = [*JOURNAL, "replicas=2", "framework.step_ms=10", "measure=smoke", "measure.iterations=1000000", "+framework.env.ODD='a b;\"$c\"'"]
-    started = hosts.start_train(tmp_path, *FAKE, *endless)
+    endless = ["replicas=2", "framework.step_ms=10", "measure=smoke", "measure.iterations=1000000"]
+    started = hosts.start_train(tmp_path, *FAKE, *JOURNAL, *endless, "+framework.env.ODD='a b;\"$c\"'")
     folder = wait_for(lambda: run_folder_in_phase(tmp_path, "iteration"), 120, "the run")
     yield folder
     for pid in drivers(tmp_path):
