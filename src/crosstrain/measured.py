@@ -229,7 +229,7 @@ def remarks(results: list[dict[str, Any]], spec: RunSpec, run: dict[str, Any], c
     found = []
     if any(result["ci_missed"] for result in results):
         found.append(f"the 95 % interval is wider than ±{100 * spec.measure['ci_target']:g} %: measure=thorough takes longer")
-    asked = run["threads"] * run["replicas"]
+    asked = run["threads"] * run["replicas"] // run.get("nodes", 1)  # on this machine, as what was used
     # Verified by work done, not by a setting: that the framework accepted a number of threads does not mean that it used them.
     if run["device"] == "cpu" and asked > 1 and cores_used < 0.6 * asked:
         found.append(f"{asked} threads were asked for, the work of {cores_used:.1f} was done")

@@ -301,8 +301,6 @@ def _check_together(spec: RunSpec) -> None:
         raise ConfigError(f"launcher.nodes={spec.nodes}: launcher=local has one machine; say launcher=slurm or launcher=mpi")
     if spec.hosts and spec.launcher != "mpi":
         raise ConfigError(f"launcher.hosts=[{','.join(spec.hosts)}]: launcher={spec.launcher} takes no hosts; say launcher=mpi")
-    if spec.launcher == "mpi" and not spec.hosts:
-        raise ConfigError("launcher=mpi: no hosts are given; say launcher.hosts=[NAME,NAME,…], the first is this machine")
     if spec.device == "cpu" and spec.gpus:
         raise ConfigError(f"gpus={spec.gpus}: device=cpu has no GPUs; for copies of the model on the CPU say replicas={spec.gpus}")
     if spec.replicas and (spec.gpus or spec.device == "gpu"):

@@ -34,6 +34,8 @@ CHANGED = ("PATH", "LD_LIBRARY_PATH")
 def machines(hosts: tuple[str, ...]) -> several.Machines:
     """Those of launcher.hosts, each asked once per process. Raises ConfigError with one line where mpirun can not work on them."""
     refuse = "launcher=mpi: "
+    if not hosts:
+        raise ConfigError(f"{refuse}no hosts are given; say launcher.hosts=[NAME,NAME,…], the first is this machine")
     found = _resolve(hosts[0])
     if not any(map(_is_here, found)):
         raise ConfigError(f"{refuse}the first of launcher.hosts must be the machine where train.py runs; {hosts[0]} is another one")
