@@ -1,6 +1,6 @@
 """Horovod, as far as it is the same for all frameworks: each has its own module horovod.<framework> (`hvd` here) with these functions.
 
-Ranks are started by horovodrun, on several machines by Slurm, one replica each. They load equal weights, so nothing is broadcast.
+Ranks are started by horovodrun, on several machines by srun or mpirun, one replica each. They load equal weights, so nothing is broadcast.
 """
 
 import os
