@@ -54,7 +54,8 @@ class CellsSweeper(BasicSweeper):
         batch = self.expand(arguments)
         if not batch:
             raise ConfigError("this sweep has no cell: a glob(…) or range(…) matches nothing")
-        configs = [self._compose(number, overrides) for number, overrides in enumerate(batch, 1)]
+        with progress.working(f"checking {len(batch)} cells"):  # 0.1 s each
+            configs = [self._compose(number, overrides) for number, overrides in enumerate(batch, 1)]
         folder = Path(self.config.hydra.sweep.dir)
         app.before_first_run(configs, str(folder))
         folder.mkdir(parents=True, exist_ok=True)
