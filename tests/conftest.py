@@ -115,6 +115,14 @@ def command(*arguments: str) -> list[str]:
 
 
 @pytest.fixture
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user cache of this test alone: it waits for nobody's devices."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("CROSSTRAIN_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
 def train(tmp_path: Path) -> Train:
     """train(*overrides, cwd=tmp_path, env={}) -> Result, with a time limit."""
     return lambda *arguments, cwd=tmp_path, **options: run_train(cwd, *arguments, **options)

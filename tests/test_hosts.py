@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from conftest import PUBLISHED, QUICK, TRAIN, Result, run_folder_in_phase, run_train, stored_runs, wait_for, workers_of
-from crosstrain import paths, samples
+from crosstrain import paths
 from crosstrain_worker import machines
-from crosstrain_worker.record import BLOCK
-from crosstrain_worker.record import TRAIN as TRAINED
 from hosts import FIRST, OTHER, Hosts, start_hosts
+from several import assert_total_throughput, assert_trained_alike, ranks_of
 from test_replicas import rank_pid
 
 CPU = ["launcher=mpi", f"launcher.hosts=[{FIRST},{OTHER}]", "device=cpu", "threads=1", "network=lenet"]
@@ -32,25 +30,6 @@ def hosts() -> Iterator[Hosts]:
     running = start_hosts()
     yield running
     running.stop()
-
-
-@pytest.fixture
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user cache of this test alone: it waits for nobody's devices."""
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("CROSSTRAIN_CACHE", str(folder))
-    return folder
-
-
-def ranks_of(row: dict[str, Any]) -> list[np.ndarray]:
-    folder = Path(row["folder"])
-    world = json.loads((folder / "run.json").read_text())["world_size"]
-    return [samples.read(folder / f"samples.{rank}.bin") for rank in range(world)]
-
-
-def losses_of(row: dict[str, Any]) -> np.ndarray:
-    """Of every training iteration, the mean over the ranks."""
-    return np.mean([rows["loss"][rows["phase"] == TRAINED] for rows in ranks_of(row)], axis=0)
 
 
 def where(row: dict[str, Any]) -> list[str]:
@@ -88,20 +67,11 @@ def test_two_hosts_are_one_published_run(sweep: Result) -> None:
 
 
 def test_throughput_is_that_of_all_hosts(sweep: Result) -> None:
-    for row in sweep.outcomes[1:]:
-        blocks = [(rows["duration"] / rows["size"])[rows["phase"] == BLOCK] for rows in ranks_of(row)]
-        step_s = float(np.median(np.max(blocks, axis=0)))
-        assert row["step_ms"] == pytest.approx(1000 * step_s, rel=1e-6)
-        assert row["samples_per_s"] == pytest.approx(64 / step_s, rel=1e-6)
+    assert_total_throughput(sweep)
 
 
 def test_two_hosts_train_as_one_replica(sweep: Result) -> None:
-    one, *others = map(losses_of, sweep.outcomes)
-    assert len(one) == 22 and one[-1] < 0.7 * one[0]
-    for two in others:
-        # the same sums in another order: rounding grows from step to step
-        np.testing.assert_allclose(two[:8], one[:8], rtol=1e-4)
-        np.testing.assert_allclose(two, one, rtol=1e-2)
+    assert_trained_alike(sweep)
 
 
 # -- faults -------------------------------------------------------------------------------------------------------------------

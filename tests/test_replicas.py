@@ -286,11 +286,6 @@ def ranks_of(spec: Spec, run: dict[str, Any], wrong: str = "") -> list[dict[str,
     return found
 
 
-@pytest.fixture
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CROSSTRAIN_CACHE", str(tmp_path_factory.mktemp("cache")))
-
-
 @pytest.mark.usefixtures("cache")
 def test_averaged_replicas_pass(tmp_path: Path) -> None:
     spec = language()

@@ -29,7 +29,7 @@ from crosstrain.watch import Ended
 from crosstrain_worker import agreement, machines
 from crosstrain_worker.frameworks import base
 from crosstrain_worker.record import BLOCK
-from crosstrain_worker.record import TRAIN as TRAINED
+from several import assert_total_throughput, assert_trained_alike, losses_of
 from test_replicas import rank_pid
 
 CPU = ["launcher=slurm", "device=cpu", "threads=1", "network=lenet"]
@@ -46,25 +46,6 @@ def cluster() -> Iterator[clusters.Cluster]:
     running.stop()
     wait_for(lambda: not running.processes(), 30, "nothing of Slurm is left")
     shutil.rmtree(running.folder)
-
-
-@pytest.fixture
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user cache of this test alone: it waits for nobody's devices."""
-    folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv("CROSSTRAIN_CACHE", str(folder))
-    return folder
-
-
-def ranks_of(row: dict[str, Any]) -> list[np.ndarray]:
-    folder = Path(row["folder"])
-    world = json.loads((folder / "run.json").read_text())["world_size"]
-    return [samples.read(folder / f"samples.{rank}.bin") for rank in range(world)]
-
-
-def losses_of(row: dict[str, Any]) -> np.ndarray:
-    """Of every training iteration, the mean over the ranks."""
-    return np.mean([rows["loss"][rows["phase"] == TRAINED] for rows in ranks_of(row)], axis=0)
 
 
 # -- the same results ---------------------------------------------------------------------------------------------------------
@@ -107,20 +88,11 @@ def read_table(result: Result) -> list[Any]:
 
 
 def test_throughput_is_that_of_all_nodes(sweep: Result) -> None:
-    for row in sweep.outcomes[1:]:
-        blocks = [(rows["duration"] / rows["size"])[rows["phase"] == BLOCK] for rows in ranks_of(row)]
-        step_s = float(np.median(np.max(blocks, axis=0)))
-        assert row["step_ms"] == pytest.approx(1000 * step_s, rel=1e-6)
-        assert row["samples_per_s"] == pytest.approx(64 / step_s, rel=1e-6)
+    assert_total_throughput(sweep)
 
 
 def test_two_nodes_train_as_one_replica(sweep: Result) -> None:
-    one, *others = map(losses_of, sweep.outcomes)
-    assert len(one) == 22 and one[-1] < 0.7 * one[0]
-    for two in others:
-        # the same sums in another order: rounding grows from step to step
-        np.testing.assert_allclose(two[:8], one[:8], rtol=1e-4)
-        np.testing.assert_allclose(two, one, rtol=1e-2)
+    assert_trained_alike(sweep)
 
 
 def test_each_frameworks_own_way_reaches_over_nodes(
