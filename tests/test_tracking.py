@@ -26,6 +26,7 @@ import pytest
 from crosstrain.errors import ConfigError, CrosstrainError, TrackingError
 from crosstrain.tracking import RunRecord, Series, Tracker, driver_identity, is_alive, preflight, store, view
 from crosstrain.tracking.series import BUCKETS, COMPLETE_POINTS, thin
+from servers import free_port
 
 SOURCES = str(Path(store.__file__).parents[2])
 NOW = 1_800_000_000_000
@@ -91,12 +92,6 @@ def record(outcome: str = "ok", **changes) -> RunRecord:
         "end_ms": NOW + 60_000,
     }
     return RunRecord(**{**fields, **changes})
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def refusal(uri: str, start_dir: Path) -> str:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import pytest
 
 from conftest import PUBLISHED, QUICK, needs, run_train, store, stored_runs, wait_for
 from crosstrain.tracking import view
+from servers import free_port
 
 #: of waiting for the page, s: MLflow's takes 8 s to start on two quiet cores
 PATIENCE_S = 240
@@ -60,10 +60,7 @@ def folder(tmp_path_factory, framework_python) -> Path:
 @pytest.fixture(scope="module")
 def links(folder: Path) -> Iterator[dict[str, str]]:
     """The links that `crosstrain ui` prints, while it serves the store of its start directory."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "crosstrain.cli", "ui", "--port", str(port)]
+    command = [sys.executable, "-m", "crosstrain.cli", "ui", "--port", str(free_port())]
     log = folder / "ui.log"
     with open(log, "w") as out:
         page = subprocess.Popen(command, cwd=folder, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from statistics import median
 from typing import Any
 
 from crosstrain.tracking import Tracker
 
 
-def fill(tracking: Tracker, rows: Iterable[dict[str, Any]], sweep: str) -> None:
-    """Add what is known now to the runs in the store, and to their rows of outcomes.jsonl in memory. Raises TrackingError."""
+def fill(tracking: Tracker, rows: Iterable[dict[str, Any]], sweep: str, have: Container[str] = ()) -> None:
+    """Add what is known now to the runs in the store, and to their rows of outcomes.jsonl in memory. Raises TrackingError.
+
+    `have`: metrics that the store has already and keeps as they are.
+    """
     for row in rows:
         found = metrics(tracking, row, sweep)
-        if found:
-            tracking.log_metrics(row["mlflow_run_id"], {key: float(f"{value:.4g}") for key, value in found.items()})
-            row.update(found)
+        new = {key: float(f"{value:.4g}") for key, value in found.items() if key not in have}
+        if new:
+            tracking.log_metrics(row["mlflow_run_id"], new)
+        row.update(found)
 
 
 def metrics(tracking: Tracker, row: Mapping[str, Any], sweep: str) -> dict[str, float]:

@@ -230,9 +230,7 @@ def _fill_scaling(tracker: Tracker, folder: Path) -> None:
     }
     if row["samples_per_s"] is None:
         return
-    have = tracker.metrics_of(where.run_id)
-    found = scaling.metrics(tracker, row, record.tags.get("sweep", ""))
-    tracker.log_metrics(where.run_id, {key: float(f"{value:.4g}") for key, value in found.items() if key not in have})
+    scaling.fill(tracker, [row], record.tags.get("sweep", ""), have=tracker.metrics_of(where.run_id))
 
 
 def _summary(tracker: Tracker, done: Done) -> int:
@@ -245,7 +243,8 @@ def _summary(tracker: Tracker, done: Done) -> int:
         progress.say(f"the store has of their journals: {total_proof.words()}")
     for sweep in sorted(done.new_in):
         if done.sweeps[sweep] > 1:
-            progress.say(f"report: crosstrain report {shlex.quote(sweep)}{store_options(tracker)}")
+            store = tracker.ui_command.removeprefix("crosstrain ui")  # the options that name it
+            progress.say(f"report: crosstrain report {shlex.quote(sweep)}{store}")
     progress.say(f"see them: {tracker.where_to_look}")
     return 1 if failed else 0
 
@@ -259,8 +258,3 @@ COUNTED = {
     "deleted": "deleted in the store",
     "failed": "NOT in the store",
 }
-
-
-def store_options(tracker: Tracker) -> str:
-    """The options of `crosstrain ui` that name this store, for other commands."""
-    return tracker.ui_command.removeprefix("crosstrain ui")
