@@ -259,7 +259,7 @@ def test_a_vector_network_takes_images_as_they_are_and_an_autoencoder_no_targets
     assert data.shape == (1, 28, 28) and data.train.targets is not None
     auto = make("digits", spec("vector", (784,), target="input", output=[784], loss="mean_squared_error"))
     assert auto.train.targets is None and auto.test.targets is None and auto.key == data.key
-    assert auto.as_json()["train"] == {"inputs": str(data.train.inputs), "targets": None}
+    assert auto.as_json()["train"] == {"inputs": str(data.train.inputs), "targets": None, "samples": 1437}
 
 
 def test_a_batch_larger_than_the_data_is_unsupported():
@@ -352,7 +352,8 @@ def test_the_size_of_the_ring(monkeypatch):
 
     monkeypatch.setattr(synthetic, "RING_BYTES", 3 * 10 * 5 * 4)  # three batches of 10 vectors of 5 float32
     assert make("synthetic", spec("vector", (5,)), batch=10).train.count == 30
-    assert make("synthetic", spec("vector", (5,)), batch=100).train.count == 200  # never fewer than 2
+    large = make("synthetic", spec("vector", (5,)), batch=100).train
+    assert large.count == 200 and len(np.load(large.inputs)) == len(np.load(large.targets)) == 30  # never fewer than 2
     assert make("synthetic", spec("vector", (5,)), batch=10, samples=59).train.count == 50
     error = unsupported("synthetic", spec("vector", (5,)), batch=10, samples=19)
     assert "data.samples=19" in error.message and "data.samples=20 or more" in error.hint

@@ -177,6 +177,37 @@ def test_the_ring_is_the_first_batches_and_never_fewer_than_two(run_of, monkeypa
     assert len(ring) == 2 and ring[0][1].tolist() != ring[1][1].tolist()
 
 
+def of_few(run, samples):
+    """The same data, counted as so many training samples."""
+    run["data"]["train"]["samples"] = samples
+    return run
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("stored", [3, 7, 13, 19])
+def test_batches_wrap_around_where_the_files_hold_too_few(run_of, stored, ranks):
+    run = of_few(run_of(*numbered(stored), batch=10, seed=5, ranks=ranks), 20)
+    feeds = [Feed(run, rank) for rank in range(ranks)]
+    assert {feed.batches_per_epoch for feed in feeds} == {2}
+    for epoch in (0, 3):
+        order = np.random.RandomState(5 + epoch).permutation(stored)
+        parts = [list(feed.epoch(epoch)) for feed in feeds]
+        whole = [np.concatenate([part[index][1] for part in parts]) for index in range(2)]
+        assert np.concatenate(whole).tolist() == [order[position % stored] for position in range(20)]
+        assert np.array_equal(np.concatenate([part[1][0] for part in parts])[:, 0], whole[1])
+    for feed in feeds:
+        ring = feed.ring()
+        assert len(ring) == 2 and ring[0][1].tolist() != ring[1][1].tolist()
+        endless = feed.endless()
+        assert [next(endless)[1].tolist() for _ in range(2)] == [targets.tolist() for _, targets in ring]
+        feed.close()
+
+
+def test_a_ring_that_wraps_has_as_many_batches_as_one_that_does_not(run_of, monkeypatch):
+    monkeypatch.setattr(feed_module, "RING_BYTES", 4 * 3 * 4 * 3)  # three batches
+    assert [len(Feed(of_few(run_of(*numbered(7), batch=4), samples), 0).ring()) for samples in (8, 12, 16)] == [2, 3, 3]
+
+
 # -- what does not fit ---------------------------------------------------------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ class Certificate:
     """The verdict on one network in one framework.
 
     `code`: hash of the worker's code that was judged; `deviations`: as declared; `variant`: key of the reduced spec that climbed
-    levels 3 to 9 in place of a large network, "" where it climbed itself.
+    levels 3 to 9 in place of a large network, "" where it climbed itself; `lstm`: framework.lstm where the framework has that choice.
     """
 
     framework: str
@@ -48,6 +48,7 @@ class Certificate:
     deviations: dict[str, str]
     variant: str = ""
     parallelism: str = "native"
+    lstm: str = ""
 
     @property
     def failed(self) -> Level | None:
@@ -97,7 +98,7 @@ def tag(certificate: Certificate | None) -> str:
 def store(certificate: Certificate) -> Path:
     """Keep it in the user cache; it replaces the one of the same framework and its settings, network, precision, device and code."""
     c = certificate
-    path = _path(c.framework, c.version, c.compile, c.memory_format, c.parallelism, c.spec_key, c.precision, c.device, c.code)
+    path = _path(c.framework, c.version, c.compile, c.memory_format, c.parallelism, c.spec_key, c.precision, c.device, c.code, c.lstm)
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     temporary.write_text(json.dumps(c.to_json(), indent=1) + "\n")
     os.replace(temporary, path)
@@ -109,10 +110,10 @@ def find(
 ) -> Certificate | None:
     """The stored certificate for exactly this, and for the worker's code as it is now; None where there is none.
 
-    `framework`: run.json's key; of it name, compile and memory_format count. `version`: the framework's own answer.
+    `framework`: run.json's key; of it name, compile, memory_format and lstm count. `version`: the framework's own answer.
     """
     name, settings = framework["name"], (framework["compile"], framework["memory_format"])
-    path = _path(name, version, *settings, parallelism, spec.key(), precision, device, code_hash(name))
+    path = _path(name, version, *settings, parallelism, spec.key(), precision, device, code_hash(name), framework.get("lstm", ""))
     try:
         return Certificate.from_json(json.loads(path.read_text()))
     except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):

@@ -23,6 +23,7 @@ Placement = StrEnum("Placement", ["device", "host"])
 Fit = StrEnum("Fit", ["none", "pad", "scale"])
 ReplicasPerRank = StrEnum("ReplicasPerRank", ["one", "all"])
 StartedBy = StrEnum("StartedBy", ["crosstrain", "mpirun"])
+Lstm = StrEnum("Lstm", ["auto", "scan", "cudnn"])
 Fault = StrEnum(
     "Fault",
     "none raise nan_loss hang kill segv exit device_oom host_oom silent stderr truncate grandchild no_sync still unsupported drift",
@@ -60,6 +61,17 @@ class FakeFrameworkConfig(FrameworkConfig):
     fault_rank: int = 0
     fault_iteration: int = 0
     fault_batch: int = 0
+
+
+@dataclass
+class JaxFrameworkConfig(FrameworkConfig):
+    """JAX: also which LSTM it takes."""
+
+    lstm: Lstm = Lstm.auto
+
+
+#: all kinds of FrameworkConfig, those with keys of their own first
+OWN_KEYS = (FakeFrameworkConfig, JaxFrameworkConfig, FrameworkConfig)
 
 
 @dataclass
@@ -173,6 +185,7 @@ def register() -> None:
     store.store(name="crosstrain_schema", node=TrainConfig)
     # Not in the group `framework`, where --help would list it as something to choose.
     store.store(name="fake_framework_schema", node=FakeFrameworkConfig)
+    store.store(name="jax_framework_schema", node=JaxFrameworkConfig)
     register_resolvers()
 
 

@@ -7,17 +7,16 @@ memory is too large. Its folder (`tries/<batch>` in the run folder) keeps what t
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from crosstrain import measured, prepare, progress
-from crosstrain.data.synthetic import RING_BATCHES, RING_BYTES
+from crosstrain.data import DataSet
+from crosstrain.data.synthetic import ring_samples
 from crosstrain.errors import OutcomeError
 from crosstrain.outcomes import Outcome
 from crosstrain.runspec import RunSpec
@@ -144,8 +143,7 @@ class Search:
         state = self.state
         folder = state.folder / "tries" / str(spec.batch_size)
         folder.mkdir(parents=True)
-        data_set = self.ready.data_set
-        ready = replace(self.ready, data_set=_ring(data_set, spec.batch_global, folder)) if self._is_ring() else self.ready
+        ready = replace(self.ready, data_set=self._ring(spec)) if self._is_ring() else self.ready
         state.spec, state.ready = spec, ready
         try:
             state.run_json = prepare.run_json(spec, ready, state.run_id, folder, [gpu.uuid for gpu in gpus], cpus)
@@ -154,27 +152,10 @@ class Search:
             return measured.failure(measured.read(folder, state.run_json), ended, 0)
         finally:
             state.spec, state.ready = self.spec, self.ready
-            for path in folder.glob("ring_*.npy"):
-                path.unlink()
 
-
-def _ring(small: Any, batch: int, folder: Path) -> Any:
-    """The data set with as many batches as synthetic data of this batch would have, in `folder`, made in no time.
-
-    Float inputs are zeros in files with holes: no disk is used, and what a batch holds does not change the memory it takes. Tokens and
-    targets repeat those of `small`.
-    """
-    inputs = np.load(small.train.inputs, mmap_mode="r")
-    sample_bytes = 4 * int(np.prod(inputs.shape[1:]))  # as data/synthetic.py counts
-    count = batch * max(2, min(RING_BATCHES, RING_BYTES // (batch * sample_bytes)))
-    path = folder / "ring_inputs.npy"
-    if inputs.dtype == np.float32:
-        np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(count, *inputs.shape[1:])).flush()
-    else:
-        np.save(path, np.resize(inputs, (count, *inputs.shape[1:])))
-    targets = None
-    if small.train.targets is not None:
-        known = np.load(small.train.targets)
-        targets = folder / "ring_targets.npy"
-        np.save(targets, np.resize(known, (count, *known.shape[1:])))
-    return replace(small, train=replace(small.train, inputs=path, targets=targets, count=count))
+    def _ring(self, spec: RunSpec) -> DataSet:
+        """The smallest batch's synthetic data, counting as many samples as this batch's: what they hold does not change memory."""
+        data_set = self.ready.data_set
+        sample_bytes = 4 * math.prod(data_set.shape)
+        train = replace(data_set.train, count=ring_samples(spec.batch_global, sample_bytes, spec.data["samples"]))
+        return replace(data_set, train=train)

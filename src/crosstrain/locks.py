@@ -12,7 +12,8 @@ from pathlib import Path
 from crosstrain import paths
 from crosstrain.errors import ConfigError, OutcomeError
 
-_HEADER = re.compile(r"#\s*(python|import|horovod|download|disk|keep|also|apt|note):\s*(.+)")
+_HEADER = re.compile(r"#\s*(python|import|horovod|download|disk|keep|also|apt|gpus|note):\s*(.+)")
+_GPUS = re.compile(r"(\d+)\.(\d+)-(\d+)\.(\d+)(?: \((.+)\))?")
 _LINK = re.compile(r"#\s*link:\s*(\S+)\s*->\s*(\S+)")
 _PIN = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.!+_-]+)")
 
@@ -21,10 +22,30 @@ HOROVOD = "-horovod"
 
 
 @dataclass(frozen=True)
+class Gpus:
+    """The oldest and the newest compute capability that a build has machine code for, and why newer ones are left out ("" = not said)."""
+
+    oldest: tuple[int, int]
+    newest: tuple[int, int]
+    why: str
+
+    def run_it(self, capability: tuple[int, int]) -> bool:
+        """Whether a GPU of this compute capability runs the build.
+
+        Machine code runs on later minors of its major, on no other major (CUDA C++ Programming Guide, "Binary Compatibility").
+        """
+        return self.oldest <= capability and capability[0] <= self.newest[0]
+
+    def __str__(self) -> str:
+        (low, high), why = (f"{major}.{minor}" for major, minor in (self.oldest, self.newest)), f" ({self.why})" if self.why else ""
+        return f"{low} to {high}{why}"
+
+
+@dataclass(frozen=True)
 class Lock:
     """One lock. `pins` is ((name, version), …), the framework's own package first; empty when there is nothing to install.
 
-    `links` is ((link below site-packages, shared library of the system), …).
+    `links` is ((link below site-packages, shared library of the system), …). `gpus` holds for the pinned version; None = not known.
     """
 
     framework: str
@@ -32,6 +53,7 @@ class Lock:
     headers: Mapping[str, str]
     pins: tuple[tuple[str, str], ...]
     links: tuple[tuple[str, str], ...] = ()
+    gpus: Gpus | None = None
 
     @property
     def name(self) -> str:
@@ -105,7 +127,16 @@ def _parse(path: Path) -> Lock:
         raise ConfigError(f"{path.name} has no line '# python: X.Y'")
     if links and "apt" not in headers:
         raise ConfigError(f"{path.name} has no line '# apt: <packages that bring the linked libraries>'")
-    return Lock(framework, accelerator, headers, tuple(pins), tuple(links))
+    return Lock(framework, accelerator, headers, tuple(pins), tuple(links), _gpus(path.name, headers.get("gpus")))
+
+
+def _gpus(lock: str, header: str | None) -> Gpus | None:
+    if header is None:
+        return None
+    found = _GPUS.fullmatch(header)
+    if not found:
+        raise ConfigError(f"{lock}: '# gpus: {header}' must be like '# gpus: 5.0-8.6 (why no newer ones)'")
+    return Gpus((int(found[1]), int(found[2])), (int(found[3]), int(found[4])), found[5] or "")
 
 
 def all_locks() -> list[Lock]:

@@ -143,6 +143,7 @@ def compare(spec: Spec, run: Mapping[str, Any], arrays: Mapping[str, Array], ver
         levels=parity_levels.judge(network, expected, arrays, run["batch_per_replica"]),
         deviations=deviations,
         parallelism=run["parallelism"],
+        lstm=settings.get("lstm", ""),
     )
 
 

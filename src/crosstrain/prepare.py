@@ -54,7 +54,10 @@ class Prepared:
 
 
 def choose_place(spec: RunSpec) -> Place:
-    """Match what is asked for with this machine. Raises OutcomeError `unsupported` when it is not there."""
+    """Match what is asked for with this machine. Raises OutcomeError `unsupported` when it is not there, or not for these GPUs.
+
+    Also `env_missing` where a managed environment for GPUs can not be made at all.
+    """
     # device=cpu does not ask NVML: a broken driver must not disturb a CPU run.
     gpus = [] if spec.device == "cpu" else devices.visible_gpus()
     kind = spec.device
@@ -69,6 +72,8 @@ def choose_place(spec: RunSpec) -> Place:
         raise OutcomeError("unsupported", "batch_size=max is for GPUs: memory of the host ends with the whole machine", "give a number")
     if spec.parallelism == "horovod":
         _check_horovod(spec, kind)
+    if kind == "gpu" and not spec.framework["python"]:
+        gpus = _suited(spec, gpus, copies)
     cpus = len(devices.logical_cpus()) if nodes == 1 else launch.machines(spec.launcher, spec.hosts).cpus
     threads = min(_threads(spec, copies), max(1, cpus // copies)) if spec.threads is None else spec.threads
     too_many = kind == "cpu" and threads * copies > cpus
@@ -111,6 +116,24 @@ def _check_horovod(spec: RunSpec, kind: str) -> None:
     if native != pinned:
         hint = f"framework.version={pinned}, also with parallelism=native: so both run on one version"
         raise OutcomeError("unsupported", f"Horovod works with {name} {pinned}, and {native} is what parallelism=native runs on", hint)
+
+
+def _suited(spec: RunSpec, gpus: list[devices.Gpu], copies: int) -> list[devices.Gpu]:
+    """Those of `gpus` that run what the managed environment holds. Raises OutcomeError `unsupported` when they are too few.
+
+    Asked before anything is downloaded. Another version of the framework than the lock's is left to the worker's own check.
+    """
+    lock = locks.find_lock(spec.environment, "gpu")
+    package, pinned = lock.pins[0]
+    if lock.gpus is None or spec.framework["version"] not in (None, pinned):
+        return gpus
+    suited = [gpu for gpu in gpus if lock.gpus.run_it(gpu.compute_capability)]
+    if len(suited) < copies:
+        other = next(gpu for gpu in gpus if gpu not in suited)
+        has = f"this GPU ({other.name}) has {'.'.join(map(str, other.compute_capability))}"
+        message = f"{spec.framework['name']}: {package} {pinned} has machine code for compute capability {lock.gpus}; {has}"
+        raise OutcomeError("unsupported", message, "device=cpu, another framework, or framework.python=… with a build for this GPU")
+    return suited
 
 
 def _threads(spec: RunSpec, copies: int) -> int:

@@ -1,9 +1,11 @@
 """Batches of the run's data, the same in the same order for every framework.
 
 Epoch e takes the samples in the order of `RandomState(seed + e).permutation(n)`, drops the last partial batch, and rank r
-takes the r-th contiguous slice of each global batch. A batch is `(inputs, targets)`: inputs C-contiguous float32 in the
-network's input shape, `float32(x) * scale[c] + offset[c]`, or int32 tokens; targets int64 or float32 as stored, or the inputs
-themselves where the run names no targets.
+takes the r-th contiguous slice of each global batch. Where the data name more `samples` than their files hold (synthetic ones, for
+large batches), an epoch goes through that order again and again until it has had as many.
+
+A batch is `(inputs, targets)`: inputs C-contiguous float32 in the network's input shape, `float32(x) * scale[c] + offset[c]`, or
+int32 tokens; targets int64 or float32 as stored, or the inputs themselves where the run names no targets.
 """
 
 import itertools
@@ -77,10 +79,10 @@ class Feed(object):
 
     def _epoch(self, epoch):
         # RandomState takes seeds below 2**32.
-        order = numpy.random.RandomState((self.seed + epoch) % 2 ** 32).permutation(self.train.count)
+        order = numpy.random.RandomState((self.seed + epoch) % 2 ** 32).permutation(self.train.stored)
         for index in range(self.batches_per_epoch):
             start = index * self.batch_global + self.first
-            yield self.train.take(order[start : start + self.batch])
+            yield self.train.take(order.take(numpy.arange(start, start + self.batch), mode="wrap"))
 
     def _endless(self):
         return itertools.chain.from_iterable(self._epoch(epoch) for epoch in itertools.count())
@@ -92,13 +94,14 @@ class Feed(object):
 
 
 class _Split(object):
-    """The mmapped arrays of one split (`train` or `test`)."""
+    """The mmapped arrays of one split (`train` or `test`): `stored` samples, which count as `count`."""
 
     def __init__(self, run, split):
         data, network = run["data"], run["network"]["input"]
         self.inputs = _opened(data[split]["inputs"])
         self.targets = _opened(data[split]["targets"]) if data[split]["targets"] else None
-        self.count = len(self.inputs)
+        self.stored = len(self.inputs)
+        self.count = data[split].get("samples", self.stored)
         self.tokens = network["kind"] == "tokens"
         self.shape = tuple(network["shape"])
         stored = self.inputs.shape[1:]
@@ -107,9 +110,9 @@ class _Split(object):
             raise ValueError(
                 "data %s has samples of shape %s, the network takes %s" % (data["name"], list(stored), list(self.shape))
             )
-        if self.targets is not None and len(self.targets) != self.count:
+        if self.targets is not None and len(self.targets) != self.stored:
             raise ValueError(
-                "data %s has %d inputs and %d targets (%s)" % (data["name"], self.count, len(self.targets), split)
+                "data %s has %d inputs and %d targets (%s)" % (data["name"], self.stored, len(self.targets), split)
             )
         self.scale = _per_channel(data["scale"], stored, 1)
         self.offset = _per_channel(data["offset"], stored, 0)

@@ -79,6 +79,7 @@ class Recipe:
     load: gives `train_inputs`, `train_targets` and, where there is a test set, `test_inputs`, `test_targets`; inputs are uint8
     or float32 (n, C, H, W), float32 (n, D) or int32 (n, T); targets int64 or float32 (n, *target_shape).
     ring: the number of training samples where it follows the batch size, else None; `version` does not tell it.
+    count: how many training samples the set counts as where the feed takes those of `load` again and again, else None.
     """
 
     kind: str
@@ -90,3 +91,4 @@ class Recipe:
     load: Callable[[], Arrays]
     target_shape: tuple[int, ...] = ()
     ring: int | None = None
+    count: int | None = None

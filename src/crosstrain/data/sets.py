@@ -23,14 +23,17 @@ PLACEMENTS = ("device", "host")
 
 @dataclass(frozen=True)
 class Split:
-    """Paths of the .npy files of one split and its number of samples; targets None = the target is the input."""
+    """Paths of the .npy files of one split and its number of samples; targets None = the target is the input.
+
+    `count` may be more than the files hold: sample i is then sample i modulo that.
+    """
 
     inputs: Path
     targets: Path | None
     count: int
 
-    def as_json(self) -> dict[str, str | None]:
-        return {"inputs": str(self.inputs), "targets": None if self.targets is None else str(self.targets)}
+    def as_json(self) -> dict[str, str | int | None]:
+        return {"inputs": str(self.inputs), "targets": None if self.targets is None else str(self.targets), "samples": self.count}
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ def prepare(
     folder, arrays = cache.stored(f"{name}-{key}" + (f"-{recipe.ring}" if recipe.ring else ""), recipe.load, report)
     train = _split(folder, arrays, "train", target)
     assert train is not None
+    train = replace(train, count=recipe.count or train.count)
     if train.count < batch_global:
         raise OutcomeError(
             "unsupported",

@@ -13,20 +13,23 @@ from crosstrain.data.recipe import Arrays, Recipe, Request, Stream, Target
 from crosstrain.errors import OutcomeError
 
 RING_BATCHES = 4  # no framework can cache one batch's result, and the ring still fits on the device
-RING_BYTES = 512_000_000  # larger batches get fewer of them, but never fewer than 2
+RING_BYTES = 512_000_000  # of inputs: larger batches get fewer of them, but never fewer than 2, and no file is larger
 PART_BYTES = 16_000_000
 
 
 def synthetic(request: Request) -> Recipe:
     """Normal float32 images and vectors, uniform int32 tokens, uniform int64 classes, normal float32 values.
 
-    The content depends on the network's input and target, the seed and the ring's size, not on the network's name. Rings that no
-    run has used for a day are removed from the cache.
+    The content depends on the network's input and target, the seed and the ring's size, not on the network's name. Of two batches
+    above `RING_BYTES` only the first samples are made, which the feed takes again and again. Rings that no run has used for a day are
+    removed from the cache.
     """
     network = request.network
     kind, shape = network["input"]["kind"], tuple(network["input"]["shape"])
     target = Target.of(network)
-    count = _count(request, math.prod(shape) * 4)
+    sample_bytes = math.prod(shape) * 4
+    ring = ring_samples(request.batch_global, sample_bytes, request.samples)
+    count = ring if request.samples else distinct_samples(request.batch_global, sample_bytes, ring)
     tokens = _token_range(network) if kind == "tokens" else None
 
     def load() -> Arrays:
@@ -51,23 +54,33 @@ def synthetic(request: Request) -> Recipe:
         load=load,
         target_shape=target.shape,
         ring=count,
+        count=ring,
     )
 
 
-def _count(request: Request, sample_bytes: int) -> int:
-    """Samples in the ring: whole global batches, at least 2."""
-    batch = request.batch_global
-    if request.samples is None:
-        batches = max(2, min(RING_BATCHES, RING_BYTES // (batch * sample_bytes)))
-    else:
-        batches = request.samples // batch
+def ring_samples(batch: int, sample_bytes: int, samples: int | None) -> int:
+    """Samples in a ring of global batches of `batch`, each of `sample_bytes`: whole batches, at least 2; `samples` is data.samples."""
+    batches = max(2, min(RING_BATCHES, RING_BYTES // (batch * sample_bytes))) if samples is None else samples // batch
     if batches < 2:
         raise OutcomeError(
             "unsupported",
-            f"data.samples={request.samples}: synthetic data is a ring of at least 2 global batches, here 2 × {batch} samples",
+            f"data.samples={samples}: synthetic data is a ring of at least 2 global batches, here 2 × {batch} samples",
             f"data.samples={2 * batch} or more, or null",
         )
     return batches * batch
+
+
+def distinct_samples(batch: int, sample_bytes: int, ring: int) -> int:
+    """Samples that are written for a ring of `ring` samples: all, or about `RING_BYTES` of them.
+
+    Never a number that divides the batch: each batch would begin where the one before did, and all would be the same.
+    """
+    count = max(2, RING_BYTES // sample_bytes)
+    if count >= ring:
+        return ring
+    while batch % count == 0:
+        count += 1
+    return count
 
 
 def _token_range(network: Mapping[str, Any]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from flax import linen as nn
 from jax import lax
 from jax import numpy as jnp
 
-from . import jax_pooling
+from . import jax_lstm, jax_pooling
 from .base import Unsupported
 
 #: where a parameter or state is in Flax's variables: (op kind, the spec's suffix) → (collection, names below the op's, axes).
@@ -69,34 +69,6 @@ class ClassToken(nn.Module):
         return jnp.concatenate([jnp.broadcast_to(token, (x.shape[0], 1, x.shape[2])), x], axis=1)
 
 
-class LSTM(nn.Module):
-    """(N, T, in) → (N, T, hidden), gates in the order i, f, g, o, from a zero state.
-
-    Not nn.RNN of an OptimizedLSTMCell: that projects the input inside the loop, here it is one product for all time steps.
-    """
-
-    hidden: int
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self, x):
-        width = 4 * self.hidden
-        weight_ih = self.param("weight_ih", ZEROS, (x.shape[2], width)).astype(self.dtype)
-        weight_hh = self.param("weight_hh", ZEROS, (self.hidden, width)).astype(self.dtype)
-        bias = self.param("bias", ZEROS, (width,)).astype(self.dtype)
-
-        def step(carry, projected):
-            h, c = carry
-            i, f, g, o = jnp.split(projected + jnp.dot(h, weight_hh), 4, axis=1)
-            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-            h = jax.nn.sigmoid(o) * jnp.tanh(c)
-            return (h, c), h
-
-        start = jnp.zeros((x.shape[0], self.hidden), self.dtype)
-        _, outputs = lax.scan(step, (start, start), jnp.dot(x.swapaxes(0, 1), weight_ih) + bias)
-        return outputs.swapaxes(0, 1)
-
-
 class Attention(nn.Module):
     """Multi-head self-attention; the columns of `qkv`'s kernel are all queries, all keys, all values."""
 
@@ -122,7 +94,7 @@ class Attention(nn.Module):
 class Network(nn.Module):
     """(N, …input shape) → (output, target): of the op `spec["output"]`, and of the op that is the target (None where none is).
 
-    `flash`: attention by cuDNN's fused kernels.
+    `flash`: attention by cuDNN's fused kernels; `cudnn_lstm`: LSTMs by cuDNN's.
     """
 
     ops: tuple
@@ -130,6 +102,7 @@ class Network(nn.Module):
     target: str
     dtype: jnp.dtype
     flash: bool
+    cudnn_lstm: bool
 
     @nn.compact
     def __call__(self, x, training):
@@ -146,9 +119,9 @@ class Network(nn.Module):
         return values[self.output], None if self.target is None else values[self.target]
 
 
-def network_of(spec, dtype, flash):
+def network_of(spec, dtype, flash, cudnn_lstm):
     target = spec["target"]["name"] if spec["target"]["kind"] == "op" else None
-    return Network(tuple(spec["ops"]), spec["output"], target, dtype, flash)
+    return Network(tuple(spec["ops"]), spec["output"], target, dtype, flash, cudnn_lstm)
 
 
 def places_of(spec):
@@ -314,7 +287,7 @@ class Cast(object):
 
 
 def lstm(network, op, training):
-    return LSTM(op["hidden"], network.dtype, name=op["name"])
+    return jax_lstm.LSTM(op["hidden"], network.dtype, network.cudnn_lstm, name=op["name"])
 
 
 def attention(network, op, training):

@@ -1,13 +1,15 @@
 """The functions of JAX that an iteration is made of. Their arguments are all they read: nothing of theirs changes but by their results.
 
 Arrays go by the spec's names, in Flax's layouts: `trained`, `frozen` and `states` are dicts of them. `key` is the random key of dropout,
-None in evaluation and where the network has none. `targets` is None where the input or an op of the network is the target.
+None in evaluation and where the network has none. `scale` is the state of the loss scaling (Flax's DynamicScale), None without it.
+`targets` is None where the input or an op of the network is the target.
 """
 
 import functools
 
 import jax
 import optax
+from flax.training.dynamic_scale import DynamicScale
 from jax import lax
 from jax import numpy as jnp
 from jax.sharding import PartitionSpec
@@ -35,18 +37,23 @@ class Functions(object):
         self.random = any(op["op"] == "dropout" and op["rate"] > 0 for op in spec["ops"])
 
     # -- ready to be called -----------------------------------------------------------------------------------------------
-    def train(self, mesh, compiled, counting):
-        """(trained, momentum, states, key, frozen, inputs, targets) → (the first four anew, loss, correct answers or None).
+    def start(self, scaling, trained):
+        """(momentum, scale) before the first step. The scale's arrays have their final types, or the second step would compile anew."""
+        scale = DynamicScale(fin_steps=jnp.zeros((), "int32"), scale=jnp.full((), DynamicScale.scale, "float32"))
+        return self.optimizer.init(trained), scale if scaling else None
 
-        The memory of the first four is given to the new ones.
+    def train(self, mesh, compiled, counting):
+        """((trained, momentum, scale, states, key), frozen, inputs, targets) → (the first five anew, loss, correct answers or None).
+
+        The memory of the first five is given to the new ones.
         """
-        given = (WHOLE, WHOLE, PART, WHOLE, WHOLE, PART, PART)
-        gives = (WHOLE, WHOLE, PART, WHOLE, WHOLE, WHOLE)
-        return self.ready(functools.partial(self.train_step, counting), mesh, compiled, given, gives, donated=(0, 1, 2, 3))
+        carried = (WHOLE, WHOLE, WHOLE, PART, WHOLE)
+        function = functools.partial(self.train_step, counting)
+        return self.ready(function, mesh, compiled, (carried, WHOLE, PART, PART), (carried, WHOLE, WHOLE), donated=0)
 
     def gradients(self, mesh, compiled):
-        """(trained, frozen, states, key, inputs, targets) → (mean loss, gradients, new states)."""
-        given = (WHOLE, WHOLE, PART, WHOLE, PART, PART)
+        """(trained, scale, frozen, states, key, inputs, targets) → (mean loss, gradients, new states)."""
+        given = (WHOLE, WHOLE, WHOLE, PART, WHOLE, PART, PART)
         return self.ready(self.gradient_step, mesh, compiled, given, (WHOLE, WHOLE, PART))
 
     def outputs(self, mesh, compiled, training):
@@ -83,29 +90,48 @@ class Functions(object):
             targets = inputs
         return self.loss(output, targets), (output, targets, states)
 
-    def loss_and_gradients(self, trained, frozen, states, key, inputs, targets):
-        """(mean loss, gradients, (output, targets), new states), the first two of the global batch."""
-        run = jax.value_and_grad(lambda weights, *others: self.loss_and_output(True, weights, *others), has_aux=True)
-        (loss, (output, targets, states)), gradients = run(trained, frozen, self.own(states), self.own_key(key), inputs, targets)
-        if self.several:
-            loss, gradients = jax.tree.map(lambda array: lax.pmean(array, "replicas"), (loss, gradients))
-        return loss, gradients, (output, targets), self.not_own(states)
+    def loss_and_gradients(self, trained, scale, frozen, states, key, inputs, targets):
+        """(mean loss, gradients, (output, targets), new states, new scale, whether all gradients are finite).
+
+        Loss and gradients are those of the global batch, without the scale. Without loss scaling nobody asks whether they are finite:
+        True.
+        """
+
+        def forward(weights, *others):
+            return self.loss_and_output(True, weights, *others)
+
+        arguments = (trained, frozen, self.own(states), self.own_key(key), inputs, targets)
+        if scale is None:
+            finite = True
+            (loss, (output, targets, states)), gradients = jax.value_and_grad(forward, has_aux=True)(*arguments)
+            gradients = self.mean(gradients)
+        else:
+            # over the replicas before it looks whether they are finite: all decide alike
+            run = scale.value_and_grad(forward, has_aux=True, axis_name="replicas" if self.several else None)
+            scale, finite, (loss, (output, targets, states)), gradients = run(*arguments)
+        return self.mean(loss), gradients, (output, targets), self.not_own(states), scale, finite
 
     def gradient_step(self, *arguments):
-        loss, gradients, _, states = self.loss_and_gradients(*arguments)
+        loss, gradients, _, states, _, _ = self.loss_and_gradients(*arguments)
         return loss, gradients, states
 
-    def train_step(self, counting, trained, momentum, states, key, frozen, inputs, targets):
+    def train_step(self, counting, carried, frozen, inputs, targets):
+        trained, momentum, scale, states, key = carried
         now = key
         if self.random:
             key, now = jax.random.split(key)
-        loss, gradients, answers, states = self.loss_and_gradients(trained, frozen, states, now, inputs, targets)
-        updates, momentum = self.optimizer.update(gradients, momentum, trained)
+        scaling = scale is not None
+        loss, gradients, answers, states, scale, finite = self.loss_and_gradients(trained, scale, frozen, states, now, inputs, targets)
+        updates, after = self.optimizer.update(gradients, momentum, trained)
+        after = (optax.apply_updates(trained, updates), after)
+        if scaling:
+            # no update from gradients that overflowed; running statistics change all the same, as in PyTorch
+            after = jax.tree.map(functools.partial(jnp.where, finite), after, (trained, momentum))
         correct = None
         if counting:
             correct = self.correct(*answers)
             correct = lax.psum(correct, "replicas") if self.several else correct
-        return optax.apply_updates(trained, updates), momentum, states, key, loss, correct
+        return after + (scale, states, key), loss, correct
 
     def output(self, training, trained, frozen, states, key, inputs):
         return self.apply(training, trained, frozen, self.own(states), self.own_key(key), inputs)[0]
@@ -126,6 +152,10 @@ class Functions(object):
 
     def not_own(self, states):
         return {name: array[None] for name, array in states.items()} if self.several else states
+
+    def mean(self, values):
+        """Over the replicas."""
+        return jax.tree.map(lambda array: lax.pmean(array, "replicas"), values) if self.several else values
 
     def own_key(self, key):
         """Other dropout masks in each replica."""

@@ -1,5 +1,6 @@
 """JAX with Flax and Optax, 0.11 and newer. The layers are in `jax_layers`, the functions of an iteration in `jax_steps`."""
 
+import functools
 import os
 import platform
 
@@ -7,6 +8,7 @@ import numpy
 
 from crosstrain_worker import machines
 
+from . import jax_process
 from .base import Base, Unsupported
 
 # Set by load_library: importing JAX is timed, and reads the environment.
@@ -15,12 +17,12 @@ layers = None
 steps = None
 optax = None
 
-#: jax_default_matmul_precision, which convolutions follow, too; with bf16 nothing is computed from float32
-MATMUL_PRECISION = {"fp32": "highest", "tf32": "tensorfloat32", "bf16": None}
+#: jax_default_matmul_precision, which convolutions follow, too; with half precisions nothing is computed from float32
+MATMUL_PRECISION = {"fp32": "highest", "tf32": "tensorfloat32", "bf16": None, "fp16": None}
+#: precision → the type in which the network computes; parameters, statistics and momentum are float32 always
+HALF = {"bf16": "bfloat16", "fp16": "float16"}
 #: seconds until a rank that waits for the others gives up: the driver has the time limits
 FOREVER_S = 86400
-#: XLA's compute threads on the CPU have this name
-POOL = "tf_XLAEigen"
 
 
 class Framework(Base):
@@ -63,7 +65,7 @@ class Framework(Base):
             "masked_mean",
         )
     )
-    precisions = {"cpu": ("fp32", "bf16"), "gpu": ("fp32", "tf32", "bf16")}
+    precisions = {"cpu": ("fp32", "bf16"), "gpu": ("fp32", "tf32", "bf16", "fp16")}
     compile_modes = ("off", "on")
     memory_formats = ("channels_last",)
     max_replicas = 1024
@@ -92,9 +94,11 @@ class Framework(Base):
             # memory as it is needed, not three quarters of the GPU at once
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
             if not self.settings.get("autotune"):
-                add_xla_flag("--xla_gpu_autotune_level=0")
+                jax_process.add_xla_flag("--xla_gpu_autotune_level=0")
             if self.settings.get("deterministic"):
-                add_xla_flag("--xla_gpu_deterministic_ops=true")
+                jax_process.add_xla_flag("--xla_gpu_deterministic_ops=true")
+                # cuDNN's LSTM multiplies by cuBLAS, which reads this when its first handle is made
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         else:
             # The size of XLA's thread pools. Without it they are as large as the CPU affinity, which is not set for every run.
             os.environ["NPROC"] = str(self.run["threads"] * self.here)
@@ -125,6 +129,13 @@ class Framework(Base):
             self.join()  # before it looks for devices
         if self.gpu:
             self.check_gpu()
+        try:
+            self.uses_cudnn_lstm()
+        except ValueError as error:
+            raise Unsupported("jax: %s" % error, "framework.lstm=auto") from None
+
+    def uses_cudnn_lstm(self):
+        return layers.jax_lstm.uses_cudnn(self.settings.get("lstm", "auto"), self.gpu, self.run["precision"])
 
     def join(self):
         """Meet the ranks of the other machines; waits for them."""
@@ -173,13 +184,14 @@ class Framework(Base):
 
     def build(self):
         spec = self.spec
-        half = self.run["precision"] == "bf16"
-        self.dtype = jax.numpy.dtype("bfloat16" if half else "float32")
-        self.network = layers.network_of(spec, self.dtype, flash=self.gpu and half)
+        self.dtype = jax.numpy.dtype(HALF.get(self.run["precision"], "float32"))
+        # cuDNN's fused attention is for half precisions, from compute capability 8.0 on
+        flash = self.gpu and self.run["precision"] in HALF and float(self.devices[0].compute_capability) >= 8
+        self.network = layers.network_of(spec, self.dtype, flash, self.uses_cudnn_lstm())
         self.places = layers.places_of(spec)
         self.state_names = [state["name"] for state in spec["states"]]
         self.trained_names = [parameter["name"] for parameter in self.trained_parameters()]
-        self.trained = self.frozen = self.states = self.momentum = self.key = self.pending = None
+        self.trained = self.frozen = self.states = self.momentum = self.scale = self.key = self.pending = None
         self.optimizer = self.build_optimizer()
         self.compile_functions()
         self.check_places()
@@ -236,7 +248,8 @@ class Framework(Base):
         self.trained = {name: placed.pop(name) for name in self.trained_names}
         self.states = {name: placed.pop(name) for name in self.state_names}
         self.frozen = placed
-        self.momentum = jax.jit(self.optimizer.init, out_shardings=self.everywhere)(self.trained)
+        start = functools.partial(self.functions.start, self.run["precision"] == "fp16")
+        self.momentum, self.scale = jax.jit(start, out_shardings=self.everywhere)(self.trained)
         # the same dropout masks after every load
         self.key = jax.jit(lambda: jax.random.key(self.run["seed"]), out_shardings=self.everywhere)() if self.functions.random else None
         self.sync()
@@ -282,15 +295,15 @@ class Framework(Base):
         return self.prepare(array) if array.ndim == 4 else array
 
     def step(self, batch):
-        self.trained, self.momentum, self.states, self.key, loss, correct = self.steps[self.with_accuracy](
-            self.trained, self.momentum, self.states, self.key, self.frozen, *batch
-        )
+        carried = (self.trained, self.momentum, self.scale, self.states, self.key)
+        carried, loss, correct = self.steps[self.with_accuracy](carried, self.frozen, *batch)
+        self.trained, self.momentum, self.scale, self.states, self.key = carried
         self.pending = loss
         return loss, correct
 
     def gradient(self, batch):
         self.pending = None
-        loss, gradients, self.states = self.with_gradients(self.trained, self.frozen, self.states, self.key, *batch)
+        loss, gradients, self.states = self.with_gradients(self.trained, self.scale, self.frozen, self.states, self.key, *batch)
         self.pending = (loss, gradients)
         return loss, None
 
@@ -327,7 +340,8 @@ class Framework(Base):
         return layers.canonical(layers.from_nhwc(output), None)
 
     def gradients(self, batch):
-        found = self.with_gradients(self.trained, self.frozen, self.states, self.key, *batch)[1]
+        # without loss scaling: its first scales are meant to overflow
+        found = self.with_gradients(self.trained, None, self.frozen, self.states, self.key, *batch)[1]
         return self.to_canonical(found)
 
     # -- facts ------------------------------------------------------------------------------------------------------------------
@@ -345,13 +359,15 @@ class Framework(Base):
             "compile": "on" if hasattr(self.steps[False], "lower") else "off",
             "autotune": self.gpu and "--xla_gpu_autotune_level=0" not in os.environ.get("XLA_FLAGS", ""),
         }
+        if any(op["op"] == "lstm" for op in self.spec["ops"]):
+            found["lstm"] = "cudnn" if self.network.cudnn_lstm else "scan"
         if not self.gpu:
-            found["threads"] = pool_threads() // self.here
+            found["threads"] = jax_process.pool_threads() // self.here
         return found
 
     def effective_precision(self):
         if self.network.dtype != jax.numpy.float32:
-            return "bf16"
+            return next(name for name, dtype in HALF.items() if self.network.dtype == jax.numpy.dtype(dtype))
         found = jax.config.jax_default_matmul_precision
         return next((name for name, wanted in MATMUL_PRECISION.items() if wanted == found), str(found))
 
@@ -370,22 +386,3 @@ class Framework(Base):
 def on(device, array):
     """What one device holds of an array."""
     return next(shard.data for shard in array.addressable_shards if shard.device == device)
-
-
-def add_xla_flag(flag):
-    """XLA reads them when its first client is made; a user's own (framework.env) stay."""
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    if flag not in flags:
-        os.environ["XLA_FLAGS"] = " ".join(flags + [flag])
-
-
-def pool_threads():
-    """How many compute threads XLA has on the CPU, counted in this process."""
-    count = 0
-    for thread in os.listdir("/proc/self/task"):
-        try:
-            with open("/proc/self/task/%s/comm" % thread) as source:
-                count += source.read().strip() == POOL
-        except (IOError, OSError):
-            continue  # it ended meanwhile
-    return count

@@ -1,0 +1,121 @@
+"""Does the measured step on a GPU cost what a hand-written loop costs? crosstrain's step_ms against gpu_loop_torch.py or gpu_loop_jax.py.
+
+A cell is framework:network:precision:batch[:compile[:memory_format]], the network one of those scripts': resnet50, resnet50_v1.5, fcn_s.
+Each cell: a run of `train.py` (synthetic data on the device), the loop by hand, and with --events the run's worker once more with
+a CUDA event recorded before each of its syncs, so that every block is timed by the host's clock and by the GPU's. All one after the other
+on the same GPU; the targets: both within 1 %.
+
+Usage: python benchmarks/gpu_step.py [--python python3] [--events] [--seconds 3] [--to FILE] CELL … Exit code 1 when a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import running
+
+LIMIT_PERCENT = 1.0
+NETWORKS = {
+    "resnet50": ["network=resnet50", "momentum=0.9"],
+    "resnet50_v1.5": ["network=resnet50", "network.stride_in_3x3=true", "momentum=0.9"],
+    "fcn_s": ["network=fcn_s"],
+}
+#: a worker of PyTorch, inline, with events; prints the median of (host's time / GPU's time) over the blocks
+EVENTS = """
+import json, sys
+folder, source = sys.argv[1:]
+sys.path.insert(0, source)
+from crosstrain_worker.__main__ import prepare_process
+with open(folder + "/run.json") as file:
+    run = json.load(file)
+prepare_process(run, 0)
+import numpy
+from crosstrain_worker import loop, session
+from crosstrain_worker.frameworks import on_torch
+events, ratios = [], []
+sync, timed_block = on_torch.Framework.sync, loop.Measuring.timed_block
+def recorded(framework):
+    event = on_torch.torch.cuda.Event(enable_timing=True)
+    event.record()
+    sync(framework)
+    events.append(event)
+def compared(measuring, size):
+    measuring.framework.sync()
+    block = timed_block(measuring, size)
+    ratios.append(1000 * block[1] / events[-2].elapsed_time(events[-1]))
+    return block
+on_torch.Framework.sync, loop.Measuring.timed_block = recorded, compared
+code = session.work(run, 0)
+print("ratio", numpy.median(ratios))
+sys.exit(code)
+"""
+
+
+def last_line(command: list[str], what: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{what} failed: {' '.join(command[:6])}\n{done.stderr[-2000:]}")
+    return done.stdout.strip().splitlines()[-1]
+
+
+def events_ratio(run_folder: Path, python: str) -> float:
+    """Host's clock over CUDA events in the block pass of the run of `run_folder`, done once more."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = json.loads((run_folder / "run.json").read_text()) | {"folder": folder}
+        Path(folder, "run.json").write_text(json.dumps(run))
+        source = str(running.ROOT / "src")
+        return float(last_line([python, "-B", "-c", EVENTS, folder, source], "the worker with events").split()[1])
+
+
+def measure(cell: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    framework, network, precision, batch, *more = cell.split(":")
+    compiled, memory_format = [*more, *["on" if framework == "jax" else "off", "channels_last"][len(more) :]]
+    budget = 2 * arguments.seconds
+    run_folder = running.train(
+        Path.cwd(), f"framework={framework}", *NETWORKS[network], f"precision={precision}", f"batch_size={batch}", "data=synthetic",
+        "data.placement=device", "gpus=1", "epochs=0", "learning_rate=0.01", f"framework.compile={compiled}",
+        f"framework.memory_format={memory_format}", "framework.autotune=true", f"framework.python={arguments.python}",
+        f"measure.min_s={budget:g}", f"measure.max_s={4 * budget:g}",
+    )  # fmt: skip
+    found: dict[str, Any] = {"cell": cell, "step_ms": running.step_ms(run_folder), "run": run_folder.name}
+    script = Path(__file__).with_name(f"gpu_loop_{framework}.py")
+    settings = [compiled, memory_format] if framework == "torch" else []
+    command = [arguments.python, "-B", str(script), network, precision, batch, *settings, f"{arguments.seconds:g}"]
+    by_hand = json.loads(last_line(command, "the loop"))
+    found |= {"hand_ms": by_hand["step_ms"], "hand_events_ms": by_hand.get("events_ms"), "hand_first_s": by_hand["first_s"]}
+    found["ratio"] = found["step_ms"] / found["hand_ms"]
+    found["samples_per_s"] = 1000 * int(batch) / found["step_ms"]
+    if arguments.events and framework == "torch":
+        found["events_ratio"] = events_ratio(run_folder, arguments.python)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cells", nargs="+", metavar="CELL")
+    parser.add_argument("--python", default="python3", help="an interpreter with the frameworks (default: %(default)s)")
+    parser.add_argument("--events", action="store_true", help="PyTorch: the block pass against CUDA events, too")
+    parser.add_argument("--seconds", type=float, default=3, help="of blocks, each (default: %(default)s)")
+    parser.add_argument("--to", type=Path, help="add a JSON line for each cell to this file")
+    arguments = parser.parse_args()
+    verdict = running.Verdict()
+    for cell in arguments.cells:
+        found = measure(cell, arguments)
+        print(f"{cell}: {found['step_ms']:.3f} ms, by hand {found['hand_ms']:.3f} ms, {found['samples_per_s']:.0f} samples/s", flush=True)
+        verdict.check(f"{cell}: distance from the loop by hand", 100 * abs(found["ratio"] - 1), LIMIT_PERCENT, "%")
+        if "events_ratio" in found:
+            verdict.check(f"{cell}: distance from CUDA events", 100 * abs(found["events_ratio"] - 1), LIMIT_PERCENT, "%")
+        if arguments.to:
+            with arguments.to.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+    return verdict.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

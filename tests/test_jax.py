@@ -1,0 +1,64 @@
+"""JAX's float16 and its LSTM by cuDNN, both for GPUs: what the CPU can show of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import test_adapters as adapters
+
+HERE = Path(__file__).parent
+
+
+def ask(python: Path, folder: Path, part: str, spec: Any, precisions: tuple[str, ...], **changes: Any) -> dict[str, Any]:
+    for precision in precisions:
+        run = adapters.run_of("jax", spec, precision=precision, framework={"compile": "on"}, **changes)
+        (folder / f"{precision}.json").write_text(json.dumps(run))
+    inputs, targets = adapters.batch_of(spec)
+    assert targets is not None
+    np.savez(folder / "given.npz", inputs=inputs, targets=targets, **{f"w.{k}": a for k, a in adapters.arrays_of(spec).items()})
+    script = [str(python), "-B", str(HERE / "jax_worker.py"), str(HERE.parent / "src"), str(folder), part]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    facts: dict[str, Any] = json.loads((folder / "facts.json").read_text())
+    return facts
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_fp16_trains_like_fp32_and_skips_what_overflows(
+    replicas: int, framework_python: Callable[[str], Path], tmp_path: Path
+) -> None:
+    # one precision in a process of two replicas: the number of devices can be set once
+    precisions = ("fp32", "fp16") if replicas == 1 else ("fp16",)
+    changes = {"replicas": replicas, "batch_per_replica": adapters.BATCH // replicas}
+    facts = ask(framework_python("jax"), tmp_path, "fp16", adapters.small_net(), precisions, **changes)
+    assert facts["precision"] == "fp16"
+    assert facts["compiled"] == 1
+    losses = facts["fp16"]
+    if replicas == 1:
+        skipped = sum(a == b for a, b in itertools.pairwise(losses))  # the first scales may overflow
+        assert skipped <= 2
+        assert losses[skipped : skipped + 20] == pytest.approx(facts["fp32"], rel=0.05)
+    assert losses[-1] < 0.5 * losses[0]
+    assert facts["scales"] == [65536, 32768, 1024, 1024, 1024], "halved when it overflows; the worker sets 1024, which does not"
+    assert facts["same"] == facts["momentum"] == [True, True, False, False]
+    # of the first alone: where inputs are beyond float16, running statistics become NaN and stay so, as in PyTorch
+    assert not facts["states"][0], "running statistics follow a skipped batch, too, as in PyTorch"
+    assert facts["reset"] == 65536
+
+
+def test_the_lstm_by_cudnn_is_the_same_function(framework_python: Callable[[str], Path], tmp_path: Path) -> None:
+    facts = ask(framework_python("jax"), tmp_path, "lstm", adapters.spec_of("two lstms"), ("fp32",))
+    assert max(facts["differences"]) < 1e-5
+    assert (facts["highest"], facts["tensorfloat32"]) == (False, True)
+    assert facts["calls"] == [2, 2, 0]
+    assert not facts["tf32"]
+    assert facts["effective"] == "cudnn"
+    assert facts["chosen"] == [True, True, False, False, False]
