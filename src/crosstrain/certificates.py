@@ -32,7 +32,7 @@ class Certificate:
     """The verdict on one network in one framework.
 
     `code`: hash of the worker's code that was judged; `deviations`: as declared; `variant`: key of the reduced spec that climbed
-    levels 3 to 9 in place of a large network, "" where it climbed itself; `lstm`: framework.lstm where the framework has that choice.
+    levels 3 to 9 in place of a large network, "" where it climbed itself; `choices`: of CHOICES.
     """
 
     framework: str
@@ -48,7 +48,7 @@ class Certificate:
     deviations: dict[str, str]
     variant: str = ""
     parallelism: str = "native"
-    lstm: str = ""
+    choices: str = ""
 
     @property
     def failed(self) -> Level | None:
@@ -98,7 +98,7 @@ def tag(certificate: Certificate | None) -> str:
 def store(certificate: Certificate) -> Path:
     """Keep it in the user cache; it replaces the one of the same framework and its settings, network, precision, device and code."""
     c = certificate
-    path = _path(c.framework, c.version, c.compile, c.memory_format, c.parallelism, c.spec_key, c.precision, c.device, c.code, c.lstm)
+    path = _path(c.framework, c.version, c.compile, c.memory_format, c.parallelism, c.spec_key, c.precision, c.device, c.code, c.choices)
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     temporary.write_text(json.dumps(c.to_json(), indent=1) + "\n")
     os.replace(temporary, path)
@@ -110,14 +110,23 @@ def find(
 ) -> Certificate | None:
     """The stored certificate for exactly this, and for the worker's code as it is now; None where there is none.
 
-    `framework`: run.json's key; of it name, compile, memory_format and lstm count. `version`: the framework's own answer.
+    `framework`: run.json's key; of it name, compile, memory_format and CHOICES count. `version`: the framework's own answer.
     """
     name, settings = framework["name"], (framework["compile"], framework["memory_format"])
-    path = _path(name, version, *settings, parallelism, spec.key(), precision, device, code_hash(name), framework.get("lstm", ""))
+    path = _path(name, version, *settings, parallelism, spec.key(), precision, device, code_hash(name), choices(framework))
     try:
         return Certificate.from_json(json.loads(path.read_text()))
     except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
         return None  # none, or one of another version of ours
+
+
+#: keys of single frameworks that choose between ways to compute the same network
+CHOICES = ("lstm", "space_to_depth")
+
+
+def choices(framework: Mapping[str, Any]) -> str:
+    """`lstm=scan` for run.json's key `framework`; "" where nothing is chosen."""
+    return " ".join(f"{key}={framework[key]}" for key in CHOICES if framework.get(key))
 
 
 def code_hash(framework: str) -> str:

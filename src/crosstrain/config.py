@@ -70,8 +70,15 @@ class JaxFrameworkConfig(FrameworkConfig):
     lstm: Lstm = Lstm.auto
 
 
+@dataclass
+class TorchFrameworkConfig(FrameworkConfig):
+    """PyTorch: also whether a first convolution of stride 2 works on blocks of 2×2 pixels."""
+
+    space_to_depth: bool = False
+
+
 #: all kinds of FrameworkConfig, those with keys of their own first
-OWN_KEYS = (FakeFrameworkConfig, JaxFrameworkConfig, FrameworkConfig)
+OWN_KEYS = (FakeFrameworkConfig, JaxFrameworkConfig, TorchFrameworkConfig, FrameworkConfig)
 
 
 @dataclass
@@ -186,6 +193,7 @@ def register() -> None:
     # Not in the group `framework`, where --help would list it as something to choose.
     store.store(name="fake_framework_schema", node=FakeFrameworkConfig)
     store.store(name="jax_framework_schema", node=JaxFrameworkConfig)
+    store.store(name="torch_framework_schema", node=TorchFrameworkConfig)
     register_resolvers()
 
 

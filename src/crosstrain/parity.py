@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from crosstrain import parity_levels
-from crosstrain.certificates import Certificate, code_hash
+from crosstrain.certificates import Certificate, choices, code_hash
 from crosstrain.networks import initial_weights
 from crosstrain.networks.reference import Reference
 from crosstrain.networks.spec import Spec, Variable
@@ -143,7 +143,7 @@ def compare(spec: Spec, run: Mapping[str, Any], arrays: Mapping[str, Array], ver
         levels=parity_levels.judge(network, expected, arrays, run["batch_per_replica"]),
         deviations=deviations,
         parallelism=run["parallelism"],
-        lstm=settings.get("lstm", ""),
+        choices=choices(settings),
     )
 
 

@@ -38,7 +38,7 @@ SIGNS = {"passed": "✓", "failed": "✗", "not applicable": "-"}
 #: levels that a reduced variant climbs in place of a large network
 ON_VARIANT = [level for level in parity.TITLES if level not in ("1", "2")]
 #: settings of a framework that the table shows where they are not the first value
-SHOWN = {"compile": "off", "memory_format": "contiguous", "parallelism": "native"}
+SHOWN = {"compile": "off", "memory_format": "contiguous", "parallelism": "native", "lstm": "auto", "space_to_depth": False}
 
 
 def add_command(commands: Any) -> None:
@@ -75,7 +75,7 @@ class Cell:
     def framework(self) -> str:
         """`torch`, or `torch compile=on`."""
         settings = {**self.spec.framework, "parallelism": self.spec.parallelism}
-        return " ".join([settings["name"], *(f"{key}={settings[key]}" for key, first in SHOWN.items() if settings[key] != first)])
+        return " ".join([settings["name"], *(f"{key}={settings[key]}" for key, first in SHOWN.items() if settings.get(key, first) != first)])
 
     @property
     def name(self) -> str:

@@ -84,6 +84,27 @@ class SelectToken(nn.Module):
         return x[:, self.index]
 
 
+class SpaceToDepthConv2d(nn.Conv2d):
+    """A convolution of stride 2 as one of stride 1 over blocks of 2×2 pixels: the same function of the same parameters.
+
+    As MLPerf's submissions for ResNet-50 compute its first layer: tensor cores get 16 channels in place of 3. Zeros fill kernel and channels up
+    (of 7×7×3 to 8×8×4), so it does more operations than the spec counts. `padding`: (left, right, top, bottom), after which the size is even.
+    """
+
+    def __init__(self, inputs, outputs, kernel, padding, bias):
+        nn.Conv2d.__init__(self, inputs, outputs, kernel, stride=2, bias=bias)
+        channels = -inputs % 4
+        self.fill_input = tuple(padding) + (0, channels)
+        self.fill_weight = (0, kernel[1] % 2, 0, kernel[0] % 2, 0, channels)
+
+    def forward(self, x):
+        blocks, weight = functional.pad(x, self.fill_input), functional.pad(self.weight, self.fill_weight)
+        blocks, weight = functional.pixel_unshuffle(blocks, 2), functional.pixel_unshuffle(weight, 2)
+        if not self.weight.is_contiguous():  # channels last
+            blocks, weight = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (blocks, weight))
+        return functional.conv2d(blocks, weight, self.bias)
+
+
 class LSTMOutputs(nn.LSTM):
     """nn.LSTM that returns the hidden states of all time steps only."""
 
@@ -120,8 +141,9 @@ class MaskedMean(nn.Module):
 class Network(object):
     """The graph while it grows. `slots` maps the spec's parameter and state names to (module, attribute)."""
 
-    def __init__(self, spec):
+    def __init__(self, spec, space_to_depth):
         self.spec = spec
+        self.space_to_depth = space_to_depth
         self.ops = {op["name"]: op for op in spec["ops"]}
         self.shapes = {"input": tuple(spec["input"]["shape"])}
         self.uses = {}
@@ -161,12 +183,13 @@ class Network(object):
         return fx.GraphModule(self.modules, self.graph, "Network"), with_target, self.slots
 
 
-def build(spec):
+def build(spec, space_to_depth=False):
     """(network, with_target, slots) of a spec: the network maps (N, …input shape) to the output of the op `spec["output"]`.
 
     `with_target` maps it to that and the output of the op that is the target; None where the target is no op.
+    `space_to_depth`: the first convolution is a SpaceToDepthConv2d. Raises Unsupported where it can not be.
     """
-    network = Network(spec)
+    network = Network(spec, space_to_depth)
     for op in spec["ops"]:
         inputs = [network.nodes[name] for name in op["inputs"]]
         network.nodes[op["name"]] = BUILDERS[op["op"]](network, op, *inputs)
@@ -187,6 +210,8 @@ def tied_linear(network, op, x):
 
 
 def conv2d(network, op, x):
+    if network.space_to_depth and op["inputs"] == ["input"]:
+        return space_to_depth_conv2d(network, op, x)
     top, bottom, left, right = op["padding"]
     padding = (top, left)
     if top != bottom or left != right:
@@ -202,6 +227,17 @@ def conv2d(network, op, x):
         groups=op["groups"],
         bias=op["bias"],
     )
+    network.keep(op, module, "weight", "bias")
+    return network.layer(op["name"], module, x)
+
+
+def space_to_depth_conv2d(network, op, x):
+    channels, height, width = network.shapes["input"]
+    if channels > 4 or op["groups"] != 1 or op["stride"] != [2, 2] or op["dilation"] != [1, 1]:
+        raise Unsupported("torch: framework.space_to_depth=true takes a first convolution of stride 2 over at most 4 channels, not %s" % op["name"])
+    (kh, kw), (oh, ow), (top, _, left, _) = op["kernel"], op["shape"][1:], op["padding"]
+    bottom, right = 2 * (oh - 1) + kh + kh % 2 - height - top, 2 * (ow - 1) + kw + kw % 2 - width - left
+    module = SpaceToDepthConv2d(channels, op["out_channels"], (kh, kw), (left, right, top, bottom), op["bias"])
     network.keep(op, module, "weight", "bias")
     return network.layer(op["name"], module, x)
 
@@ -380,7 +416,7 @@ class CrossEntropy(nn.CrossEntropyLoss):
 
 
 class Trained(nn.Module):
-    """Network and loss in one module, so that torch.compile sees both. Returns (loss, output).
+    """Network and loss in one module, so that torch.compile sees both. Returns (loss, output without gradient).
 
     `with_target` (see `build`): the targets then are what an op of the network gives, as a constant.
     """
@@ -396,7 +432,8 @@ class Trained(nn.Module):
             output = self.network(inputs)
         else:
             output, targets = self.with_target(inputs)
-        return self.loss(output, targets.detach()), output
+        # detached: to an output that could have a gradient, a compiled backward pass adds one of zeros
+        return self.loss(output, targets.detach()), output.detach()
 
 
 def build_loss(spec):
