@@ -679,6 +679,9 @@ def test_a_stranger_on_the_gpu_is_seen_in_its_window_only(replayed):
     comes = 1000 + first * 0.5
     assert sampler.contamination(1000, comes - 0.1) is None
     assert sampler.contamination(1000, comes) == f"others used GPU 1 (pid {stranger.pid}, python)"
+    between_two_samples = comes + 0.1, comes + 0.2
+    assert sampler.contamination(*between_two_samples) == f"others used GPU 1 (pid {stranger.pid}, python)"
+    assert sampler.contamination(5000, 6000) is None, "it had gone"
 
 
 def test_pids_of_another_namespace_are_not_blamed(replayed, monkeypatch):

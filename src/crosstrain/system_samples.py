@@ -213,7 +213,11 @@ class SystemSampler:
         GPUs: a compute process that is not of this run. CPUs: more than 5 % of the leased CPUs' time in the window was neither idle
         (nor waiting for I/O) nor spent by this run's processes and the driver; time that the hypervisor took counts as others'.
         """
-        intruders = dict.fromkeys(text for at, text in self._intruders if start <= at <= end)
+        seen: dict[str, list[float]] = {}
+        for at, text in self._intruders:
+            seen.setdefault(text, []).append(at)
+        # Short windows lie between two samples: who was there before and after one was there in it.
+        intruders = [text for text, times in seen.items() if min(times) <= end and max(times) >= start]
         found = [f"others used {text}" for text in intruders]
         others = self.others_cpu_fraction(start, end)
         if others is not None and others > OTHERS_CPU_LIMIT:
