@@ -102,6 +102,8 @@ WRONG = {
     "effort=none": "effort=none: must be one of full, smoke",
     "optimizer=adam": "optimizer=adam: must be one of sgd or null",
     "framework.compile=true": "framework.compile=true: must be one of off, on, max",
+    "framework.lstm=fast framework=jax": "framework.lstm=fast: must be one of auto, scan, cudnn",
+    "framework.space_to_depth=often framework=torch": "framework.space_to_depth=often: must be true or false",
     "framework.fault=nan framework=fake": "framework.fault=nan: must be one of none, raise, nan_loss",
     "data.fit=stretch": "data.fit=stretch: must be one of none, pad, scale",
     "gpus=x": "gpus=x: must be a whole number or null",
@@ -312,7 +314,7 @@ def test_every_framework_has_the_same_keys() -> None:
     for group, option in OPTIONS:
         if group == "framework":
             extra = ["step_ms", "fault", "fault_phase", "fault_rank", "fault_iteration", "fault_batch"] if option.startswith("fake") else []
-            extra += ["lstm"] if option == "jax" else []
+            extra += {"jax": ["lstm"], "torch": ["space_to_depth"]}.get(option, [])
             assert list(composed(f"framework={option}").framework) == [*keys, *extra]
 
 

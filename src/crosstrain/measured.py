@@ -20,6 +20,8 @@ from crosstrain_worker.record import ITERATION, TRAIN
 
 #: what Slurm says where a task on any node was killed for memory
 SLURM_OOM_KILL = re.compile(r"Detected \d+ oom[_-]kill event")
+#: percent of the measured time for which a clock may be held down without a word
+THROTTLED_PCT = 5.0
 STDERR_TAIL = 4000  # characters of the worker's stderr that an outcome carries
 
 
@@ -130,7 +132,8 @@ def compute(
     cores_used = sum(result["threads"]["cpu_s"] / result["threads"]["wall_s"] for result in results)
     if run["device"] == "cpu":
         metrics["busy_pct"] = 100 * cores_used / (run["threads"] * run["replicas"])
-    outcome = judge(results, files.rows, spec, run, sampler.contamination(start, end), cores_used)
+    held_down = throttled(sampler, start, end)
+    outcome = judge(results, files.rows, spec, run, sampler.contamination(start, end), cores_used, held_down)
     facts = {
         "versions": first["versions"],
         "effective": first["effective"],
@@ -197,6 +200,16 @@ def _device(sampler: SystemSampler, start: float, end: float, device: str, metri
     return {key: value for key, value in found.items() if value is not None and math.isfinite(value)}
 
 
+def throttled(sampler: SystemSampler, start: float, end: float) -> list[str]:
+    """In words: for how much of the window a GPU's clock was held down, and why; [] up to THROTTLED_PCT, and where it is not known."""
+    percent = sampler.throttled_pct(start, end)
+    if percent is None or percent <= THROTTLED_PCT:
+        return []
+    reasons = sampler.throttle_reasons(start, end)
+    named = ", ".join(sorted(reasons, key=lambda name: -reasons[name]))
+    return [f"the GPU's clock was held down {percent:.0f} % of the time ({named})"]
+
+
 def judge(
     results: list[dict[str, Any]],
     rows: list[np.ndarray],
@@ -204,8 +217,12 @@ def judge(
     run: dict[str, Any],
     contamination: str | None,
     cores_used: float,
+    held_down: list[str],
 ) -> Outcome:
-    """The outcome of a run whose ranks all ended well: can its clock be trusted, did it train, was it steady and undisturbed?"""
+    """The outcome of a run whose ranks all ended well: can its clock be trusted, did it train, was it steady and undisturbed?
+
+    `held_down`: of `throttled`.
+    """
     for result, own in zip(results, rows, strict=True):
         blocks = own["duration"][own["phase"] == statistics.BLOCK]
         problem = statistics.readback_sanity(result["readback"], blocks) or statistics.clock_sanity(own, result.get("wall_s"))
@@ -218,10 +235,10 @@ def judge(
         return Outcome("not_training", "done", "no parameter changed while training was measured")
     if not all(result["steady"]["found"] for result in results):
         reason = next(r["steady"]["reason"] for r in results if not r["steady"]["found"])
-        return Outcome("unstable", "done", f"no steady state: {reason}", "measure=thorough looks longer")
+        return Outcome("unstable", "done", "; ".join([f"no steady state: {reason}", *held_down]), "measure=thorough looks longer")
     if contamination:
-        return Outcome("contaminated", "done", contamination, "run it again on a quiet machine")
-    return Outcome("ok", "done", "; ".join(remarks(results, spec, run, cores_used)))
+        return Outcome("contaminated", "done", "; ".join([contamination, *held_down]), "run it again on a quiet machine")
+    return Outcome("ok", "done", "; ".join([*remarks(results, spec, run, cores_used), *held_down]))
 
 
 def remarks(results: list[dict[str, Any]], spec: RunSpec, run: dict[str, Any], cores_used: float) -> list[str]:

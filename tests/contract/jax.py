@@ -5,6 +5,7 @@ REFUSED = {
     "device": ({"device": "gpu"}, "CUDA"),
     "precision": ({"precision": "tf32"}, "precision=tf32"),
     "half precision": ({"precision": "fp16"}, "precision=fp16"),
+    "lstm": ({"framework": {"lstm": "cudnn"}}, "cuDNN's LSTM needs a GPU"),
     "compile": ({"framework": {"compile": "max"}}, "framework.compile=max"),
     "memory format": ({"framework": {"memory_format": "contiguous"}}, "framework.memory_format=contiguous"),
     "replicas": ({"replicas": 2, "world_size": 2}, "replica"),

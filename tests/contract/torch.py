@@ -7,6 +7,7 @@ REFUSED = {
     "precision": ({"precision": "tf32"}, "precision=tf32"),
     "half precision": ({"precision": "fp16"}, "precision=fp16"),
     "replicas": ({"replicas": 2}, "replica"),
+    "space to depth": ({"framework": {"space_to_depth": True}}, "a first convolution of stride 2"),
 }
 SETTINGS = {
     "plain": ({}, {"threads": 1, "deterministic": False, "memory_format": "contiguous", "compile": "off", "autotune": False}),

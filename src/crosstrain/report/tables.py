@@ -66,6 +66,8 @@ MEASURES = (
     Measure("build_s", "building the network (compilation ahead of time), s", None),
     Measure("first_step_s", "first iteration (compilation, tuning), s", None),
     Measure("energy_j_per_sample", "energy, J/sample", None),
+    Measure("utilization_pct", "of the measured matrix rate (crosstrain doctor), %", None),
+    Measure("throttled_pct", "the GPU's clock held down, % of the time", None),
 )
 
 
