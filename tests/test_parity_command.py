@@ -71,7 +71,7 @@ def test_one_s_own_large_network_is_proven_and_runs_say_so(
 
 
 def test_each_way_to_compute_a_network_is_proven_by_itself(train: Train, tmp_path: Path, own: Path, framework_python) -> None:  # type: ignore[no-untyped-def]
-    """Another layout of the same sums (framework.space_to_depth): its certificate is not that of the plain layer, nor the other way round."""
+    """Another layout of the same sums (framework.space_to_depth): its certificate is not that of the plain layer."""
     framework_python("torch")
     chosen = ["framework=torch", "network=mine", "network.width=38", "device=cpu", "threads=1"]
     way = ["framework.space_to_depth=true", "framework.memory_format=channels_last"]

@@ -75,7 +75,8 @@ class Cell:
     def framework(self) -> str:
         """`torch`, or `torch compile=on`."""
         settings = {**self.spec.framework, "parallelism": self.spec.parallelism}
-        return " ".join([settings["name"], *(f"{key}={settings[key]}" for key, first in SHOWN.items() if settings.get(key, first) != first)])
+        changed = [f"{key}={settings[key]}" for key, first in SHOWN.items() if settings.get(key, first) != first]
+        return " ".join([settings["name"], *changed])
 
     @property
     def name(self) -> str:
