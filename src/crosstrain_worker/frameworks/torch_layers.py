@@ -87,8 +87,9 @@ class SelectToken(nn.Module):
 class SpaceToDepthConv2d(nn.Conv2d):
     """A convolution of stride 2 as one of stride 1 over blocks of 2×2 pixels: the same function of the same parameters.
 
-    As MLPerf's submissions for ResNet-50 compute its first layer: tensor cores get 16 channels in place of 3. Zeros fill kernel and channels up
-    (of 7×7×3 to 8×8×4), so it does more operations than the spec counts. `padding`: (left, right, top, bottom), after which the size is even.
+    As MLPerf's submissions for ResNet-50 compute its first layer: tensor cores get 16 channels in place of 3. Zeros fill kernel and
+    channels up (of 7×7×3 to 8×8×4), so it does more operations than the spec counts. `padding`: (left, right, top, bottom), after which
+    the size is even.
     """
 
     def __init__(self, inputs, outputs, kernel, padding, bias):
@@ -234,7 +235,8 @@ def conv2d(network, op, x):
 def space_to_depth_conv2d(network, op, x):
     channels, height, width = network.shapes["input"]
     if channels > 4 or op["groups"] != 1 or op["stride"] != [2, 2] or op["dilation"] != [1, 1]:
-        raise Unsupported("torch: framework.space_to_depth=true takes a first convolution of stride 2 over at most 4 channels, not %s" % op["name"])
+        wanted = "a first convolution of stride 2 over at most 4 channels"
+        raise Unsupported("torch: framework.space_to_depth=true takes %s, not %s" % (wanted, op["name"]))
     (kh, kw), (oh, ow), (top, _, left, _) = op["kernel"], op["shape"][1:], op["padding"]
     bottom, right = 2 * (oh - 1) + kh + kh % 2 - height - top, 2 * (ow - 1) + kw + kw % 2 - width - left
     module = SpaceToDepthConv2d(channels, op["out_channels"], (kh, kw), (left, right, top, bottom), op["bias"])
