@@ -41,6 +41,9 @@ def main(arguments: Sequence[str], config_dir: Path | None = None) -> int:
     """
     import hydra
 
+    from crosstrain import progress
+
+    progress.sweep.begin(0)  # nothing of an earlier call in this process counts
     verbose = any(argument.startswith("hydra.verbose") for argument in arguments)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, not to Hydra's own printer
     saved_argv = sys.argv
