@@ -104,6 +104,9 @@ def _cause(failed: dict[int, Outcome], ended: Ended) -> Outcome:
     said = next((outcome for outcome in failed.values() if outcome.name not in ("crashed", "host_oom")), None)
     if said is not None:
         return said
+    # Horovod's word for a rank that only lost another one; it may end before the one that it lost.
+    own = {rank: outcome for rank, outcome in failed.items() if "HorovodInternalError" not in outcome.message}
+    failed = own or failed
     # A signal first: a rank that only lost another one says so and exits.
     first = sorted((rank for rank in ended.first if rank in failed), key=lambda rank: (ended.returncodes[rank] or 0) >= 0)
     return failed[first[0]] if first else next(iter(failed.values()))
