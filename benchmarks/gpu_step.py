@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +25,11 @@ NETWORKS = {
     "fcn_s": ["network=fcn_s"],
 }
 #: a worker of PyTorch, inline, with events; prints the median of (host's time / GPU's time) over the blocks
-EVENTS = """
-import json, sys
-folder, source = sys.argv[1:]
-sys.path.insert(0, source)
-from crosstrain_worker.__main__ import prepare_process
-with open(folder + "/run.json") as file:
-    run = json.load(file)
-prepare_process(run, 0)
+EVENTS = (
+    running.INLINE
+    + """
 import numpy
-from crosstrain_worker import loop, session
+from crosstrain_worker import loop
 from crosstrain_worker.frameworks import on_torch
 events, ratios = [], []
 sync, timed_block = on_torch.Framework.sync, loop.Measuring.timed_block
@@ -55,22 +48,17 @@ code = session.work(run, 0)
 print("ratio", numpy.median(ratios))
 sys.exit(code)
 """
+)
 
 
-def last_line(command: list[str], what: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{what} failed: {' '.join(command[:6])}\n{done.stderr[-2000:]}")
-    return done.stdout.strip().splitlines()[-1]
+def last_line(printed: str) -> str:
+    return printed.strip().splitlines()[-1]
 
 
 def events_ratio(run_folder: Path, python: str) -> float:
     """Host's clock over CUDA events in the block pass of the run of `run_folder`, done once more."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = json.loads((run_folder / "run.json").read_text()) | {"folder": folder}
-        Path(folder, "run.json").write_text(json.dumps(run))
-        source = str(running.ROOT / "src")
-        return float(last_line([python, "-B", "-c", EVENTS, folder, source], "the worker with events").split()[1])
+    with running.once_more(run_folder, [python, "-B", "-c", EVENTS, "FOLDER", str(running.ROOT / "src")]) as (_, printed):
+        return float(last_line(printed).split()[1])
 
 
 def measure(cell: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -87,7 +75,7 @@ def measure(cell: str, arguments: argparse.Namespace) -> dict[str, Any]:
     script = Path(__file__).with_name(f"gpu_loop_{framework}.py")
     settings = [compiled, memory_format] if framework == "torch" else []
     command = [arguments.python, "-B", str(script), network, precision, batch, *settings, f"{arguments.seconds:g}"]
-    by_hand = json.loads(last_line(command, "the loop"))
+    by_hand = json.loads(last_line(running.output(command)))
     found |= {"hand_ms": by_hand["step_ms"], "hand_events_ms": by_hand.get("events_ms"), "hand_first_s": by_hand["first_s"]}
     found["ratio"] = found["step_ms"] / found["hand_ms"]
     found["samples_per_s"] = 1000 * int(batch) / found["step_ms"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,36 @@ def _blocks(rows: Any) -> Any:
     from crosstrain_worker.record import BLOCK
 
     return rows[rows["phase"] == BLOCK]
+
+
+#: an inline worker: `python -c INLINE FOLDER SOURCES`, where SOURCES is src/; ends with `sys.exit(session.work(run, 0))` of the benchmark's
+INLINE = """
+import json, sys
+folder, source = sys.argv[1:]
+sys.path.insert(0, source)
+from crosstrain_worker.__main__ import prepare_process
+with open(folder + "/run.json") as file:
+    run = json.load(file)
+prepare_process(run, 0)
+from crosstrain_worker import session
+"""
+
+
+@contextlib.contextmanager
+def once_more(run_folder: Path, command: Sequence[str]) -> Iterator[tuple[Path, str]]:
+    """(folder, stdout) of the run of `run_folder` once more without a driver. `FOLDER` in `command` is a new folder with the run.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = json.loads((run_folder / "run.json").read_text()) | {"folder": folder}
+        Path(folder, "run.json").write_text(json.dumps(run))
+        yield Path(folder), output([folder if word == "FOLDER" else word for word in command])
+
+
+def output(command: Sequence[str]) -> str:
+    """What a command prints. Ends the benchmark when it fails."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"failed: {' '.join(command)[:300]}\n{done.stderr[-2000:]}")
+    return done.stdout
 
 
 def spread(values: Sequence[float]) -> str:

@@ -10,9 +10,7 @@ Usage: python benchmarks/start_mode.py [--rounds 7] [--seconds 6] [--network len
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,28 +20,7 @@ import running
 from crosstrain import environments, paths
 
 LIMIT_PERCENT = 2.0
-INLINE = """
-import json, sys
-folder, source = sys.argv[1:]
-sys.path.insert(0, source)
-from crosstrain_worker.__main__ import prepare_process
-with open(folder + "/run.json") as file:
-    run = json.load(file)
-prepare_process(run, 0)
-from crosstrain_worker import session
-sys.exit(session.work(run, 0))
-"""
-
-
-def again(run_folder: Path, command: list[str]) -> float:
-    """step_ms of the run of `run_folder` once more, started by `command` (`FOLDER` in it is a new folder with the run.json)."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = json.loads((run_folder / "run.json").read_text()) | {"folder": folder}
-        Path(folder, "run.json").write_text(json.dumps(run))
-        done = subprocess.run([folder if word == "FOLDER" else word for word in command], capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"a worker failed: {done.stderr}")
-        return running.step_ms(Path(folder))
+INLINE = running.INLINE + "sys.exit(session.work(run, 0))"
 
 
 def main() -> int:
@@ -73,7 +50,8 @@ def main() -> int:
             run_folder = running.train(Path(temporary), *overrides)
             steps["by the driver"].append(running.step_ms(run_folder))
             for name, command in ways.items():
-                steps[name].append(again(run_folder, command))
+                with running.once_more(run_folder, command) as (folder, _):
+                    steps[name].append(running.step_ms(folder))
     verdict = running.Verdict()
     base = statistics.median(steps["by the driver"])
     for name, values in steps.items():

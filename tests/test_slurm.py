@@ -364,6 +364,49 @@ def test_without_rank_0_the_others_wait_to_be_stopped(tmp_path: Path) -> None:
     assert follower.is_alive() and other.is_alive()
 
 
+def started(work: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_no_rank_leaves_before_all_have_come(tmp_path: Path) -> None:
+    """MXNet's scheduler ended with rank 0 while its word that all had met was still on its way to another rank."""
+    ranks = links(tmp_path)
+    early = [started(ranks[rank].leave_together) for rank in (0, 1)]
+    time.sleep(0.5)
+    assert all(rank.is_alive() for rank in early)
+    ranks[2].leave_together()
+    for rank in early:
+        rank.join(20)
+    assert not any(rank.is_alive() for rank in early)
+
+
+def test_a_rank_that_is_gone_keeps_nobody(tmp_path: Path) -> None:
+    ranks = links(tmp_path)
+    ranks[2].link.connect()
+    ranks[2].link.socket.close()
+    first = started(ranks[0].leave_together)
+    ranks[1].leave_together()
+    first.join(20)
+    assert not first.is_alive()
+
+
+def test_rank_0_is_the_last_to_end(tmp_path: Path) -> None:
+    ranks = links(tmp_path)
+    others = [started(ranks[rank].leave_together) for rank in (1, 2)]
+    ranks[0].leave_together()
+    for other in others:
+        other.join(20)
+    ranks[1].link.socket.close()
+    first = started(ranks[0].stay_for_the_others)
+    time.sleep(0.5)
+    assert first.is_alive()
+    ranks[2].link.socket.close()
+    first.join(20)
+    assert not first.is_alive()
+
+
 def test_blocks_of_ranks() -> None:
     run = {"nodes": 2, "world_size": 6}
     assert [machines.local_rank(run, rank) for rank in range(6)] == [0, 1, 2, 0, 1, 2]

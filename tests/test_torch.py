@@ -70,6 +70,21 @@ def test_blocks_of_pixels_give_the_same_convolution_and_gradients(answer: Callab
     assert found == [[True, True, 4, ["SpaceToDepthConv2d"]]] * len(CONVOLUTIONS)
 
 
+def test_blocks_of_pixels_want_a_convolution_of_the_input(answer: Callable[..., Any]) -> None:
+    """Else the setting would have no effect, and a run would say that it had it."""
+    code = """
+from crosstrain_worker.frameworks.base import Unsupported
+op = {"op": "linear", "name": "fc", "inputs": ["input"], "out": 2, "bias": True, "shape": [2]}
+spec = {"input": {"shape": [3]}, "ops": [op], "output": "fc", "target": {"kind": "class"}}
+torch_layers.build(spec)
+try:
+    torch_layers.build(spec, True)
+except Unsupported as error:
+    print(json.dumps(str(error)))
+"""
+    assert "not a network without a convolution of its input" in answer(code)
+
+
 def test_the_output_beside_the_loss_takes_no_gradient(answer: Callable[..., Any]) -> None:
     """To one that does, the backward pass of a compiled network adds a gradient of zeros: as many bytes as the logits have."""
     code = """

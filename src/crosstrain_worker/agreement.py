@@ -56,6 +56,28 @@ class Agreement(object):
                 return line
             self.rest += self.new()
 
+    def leave_together(self):
+        """Returns when all ranks have called it. Of use between machines alone; on one it does nothing.
+
+        A collective of the framework is not enough before a rank ends what the others need (a server, its own end of a connection):
+        it can be over for this rank while its last message to another is still on its way.
+        """
+        if self.link is None:
+            return
+        if self.rank == 0:
+            self.link.hear()
+        else:
+            self.link.tell()
+        self.share("leave", lambda: True)
+
+    def stay_for_the_others(self):
+        """Rank 0, of several machines: returns when the other ranks' processes have ended.
+
+        TensorFlow's and JAX's coordinator lives in rank 0, and a rank that sees it go ends itself, perhaps before it has told its result.
+        """
+        if self.rank == 0 and self.link is not None:
+            self.link.hear_the_end()
+
     def new(self):
         """What came since the last time, perhaps nothing."""
         if self.link is not None:
@@ -92,8 +114,8 @@ class Listener(object):
             out.write("%s %d" % (run["address"], self.socket.getsockname()[1]))
         os.rename(path + ".tmp", path)
 
-    def send(self, line):
-        """To all others; the first time it waits until they are here."""
+    def accept(self):
+        """Waits until all others are here."""
         while len(self.lines) < self.run["world_size"] - 1:
             connection, _ = self.socket.accept()
             connection.settimeout(10)
@@ -107,10 +129,32 @@ class Listener(object):
                 self.lines.append(connection)
             else:
                 connection.close()
+
+    def send(self, line):
+        """To all others."""
+        self.accept()
         for connection in self.lines:
             try:
                 connection.sendall(line)
             except OSError:  # that rank is gone, and the driver knows better why
+                pass
+
+    def hear(self):
+        """Waits for one `tell` of each other."""
+        self.accept()
+        for connection in self.lines:
+            try:
+                connection.recv(1)
+            except OSError:  # as above
+                pass
+
+    def hear_the_end(self):
+        """Waits until each other has closed its connection: when its process ends, the kernel does."""
+        for connection in self.lines:
+            try:
+                while connection.recv(4096):
+                    pass
+            except OSError:  # as above
                 pass
 
 
@@ -120,10 +164,21 @@ class Line(object):
     def __init__(self, run):
         self.run, self.socket = run, None
 
-    def receive(self):
+    def connect(self):
         if self.socket is None:
             self.socket = socket.create_connection(self.address())
             self.socket.sendall(self.run["run_id"].encode())
+
+    def tell(self):
+        """Rank 0 that this rank is here."""
+        self.connect()
+        try:
+            self.socket.sendall(b".")
+        except OSError:  # rank 0 is gone: as in `receive`
+            pass
+
+    def receive(self):
+        self.connect()
         try:
             new = self.socket.recv(65536)
         except OSError:

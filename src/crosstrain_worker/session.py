@@ -154,6 +154,7 @@ def work(run, rank):
             with_network(session)
         session.enter("done")
         if session.framework is not None:
+            session.agreement.leave_together()
             session.framework.close()
     except BaseException as error:  # also SystemExit of a library: a worker always says how it ended
         out["status"], out["message"], out["hint"] = describe(session, error)
@@ -166,4 +167,6 @@ def work(run, rank):
     result.write(session.folder, rank, out)
     session.events.write("end", status=out["status"], phase=out["phase"])
     session.events.close()
+    if out["status"] == "ok":  # else the others wait for this one until the driver stops them
+        session.agreement.stay_for_the_others()
     return 0 if out["status"] == "ok" else 1

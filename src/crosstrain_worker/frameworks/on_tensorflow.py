@@ -398,8 +398,6 @@ class Framework(Base):
     def close(self):
         if self.distributed:
             hvd.shutdown()
-        elif self.wide:
-            self.meet()  # a rank that left would end the others
 
 
 def onednn():

@@ -84,6 +84,9 @@ class SelectToken(nn.Module):
         return x[:, self.index]
 
 
+REFUSAL = "torch: framework.space_to_depth=true takes a first convolution of stride 2 over at most 4 channels, not %s"
+
+
 class SpaceToDepthConv2d(nn.Conv2d):
     """A convolution of stride 2 as one of stride 1 over blocks of 2×2 pixels: the same function of the same parameters.
 
@@ -191,6 +194,8 @@ def build(spec, space_to_depth=False):
     `space_to_depth`: the first convolution is a SpaceToDepthConv2d. Raises Unsupported where it can not be.
     """
     network = Network(spec, space_to_depth)
+    if space_to_depth and not any(op["op"] == "conv2d" and op["inputs"] == ["input"] for op in spec["ops"]):
+        raise Unsupported(REFUSAL % "a network without a convolution of its input")
     for op in spec["ops"]:
         inputs = [network.nodes[name] for name in op["inputs"]]
         network.nodes[op["name"]] = BUILDERS[op["op"]](network, op, *inputs)
@@ -235,8 +240,7 @@ def conv2d(network, op, x):
 def space_to_depth_conv2d(network, op, x):
     channels, height, width = network.shapes["input"]
     if channels > 4 or op["groups"] != 1 or op["stride"] != [2, 2] or op["dilation"] != [1, 1]:
-        wanted = "a first convolution of stride 2 over at most 4 channels"
-        raise Unsupported("torch: framework.space_to_depth=true takes %s, not %s" % (wanted, op["name"]))
+        raise Unsupported(REFUSAL % op["name"])
     (kh, kw), (oh, ow), (top, _, left, _) = op["kernel"], op["shape"][1:], op["padding"]
     bottom, right = 2 * (oh - 1) + kh + kh % 2 - height - top, 2 * (ow - 1) + kw + kw % 2 - width - left
     module = SpaceToDepthConv2d(channels, op["out_channels"], (kh, kw), (left, right, top, bottom), op["bias"])
