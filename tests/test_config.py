@@ -255,6 +255,12 @@ OWN_FILES = {
     "+study=own": {
         "study: own\nseed: 2\n": "study/own.yaml: must begin with the line '# @package _global_'",
         "# @package _global_\nstudy: own\nsed: 2\n": "study/own.yaml: sed: unknown key; did you mean seed?",
+        **{
+            f"# @package _global_\n{group}: {value}\n": (
+                f"study/own.yaml: {group}: must be a mapping; to choose {value}, list `override /{group}: {value}` under defaults"
+            )
+            for group, value in (("framework", "torch"), ("network", "lenet"), ("measure", "smoke"), ("data", "digits"))
+        },
         "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {cells: {seed: 2}}}\n": (
             "study/own.yaml: hydra.sweeper.cells and .smoke: must be"
         ),

@@ -17,7 +17,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from crosstrain import config as schema
 from crosstrain.errors import ConfigError
@@ -90,6 +90,10 @@ EXPLANATIONS: list[tuple[str, Callable[[re.Match[str], Failure], str]]] = [
     (r"Ambiguous value for argument '([^']*)'", lambda m, f: f"{m[1]}: several values make a sweep: add -m"),
     (r"Sweep parameters '([^']*)' requires --multirun", lambda m, f: f"{m[1]}: several values make a sweep: add -m"),
     (r"full_key: \d|Cannot merge DictConfig with ListConfig\s+full_key: \n", lambda m, f: _bad_cells(f)),
+    (
+        r"str is not a subclass of \w+\. value: .*\s+full_key: \n|Cannot assign str to Dict.*\s+full_key: \w+\n",
+        lambda m, f: _option_as_a_value(f),
+    ),
     (r"to string.*\n +full_key: study", lambda m, f: f"{f.file}must begin with the line '# @package _global_'"),
     (
         r"(?s)(?:[Vv]alue|not Optional|Cannot (?:assign|convert|merge)|Invalid type).*full_key: \S",
@@ -250,6 +254,17 @@ def _yaml_hint(failure: Failure) -> str:
 
 def _yaml_problem(text: str) -> str:
     return ", ".join(line.strip() for line in text.splitlines() if not line.startswith("  "))
+
+
+def _option_as_a_value(failure: Failure) -> str:
+    """`network: lenet` in a file; the text names no key where the group has a schema."""
+    names = groups(failure.config_dirs)
+    for path in (folder / failure.file.removesuffix(": ") for folder in failure.config_dirs):
+        content = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
+        for key, value in content.items() if isinstance(content, dict) else ():
+            if key in names and isinstance(value, str):
+                return f"{failure.file}{key}: must be a mapping; to choose {value}, list `override /{key}: {value}` under defaults"
+    return f"{failure.file}{failure.argument}: must be a mapping"
 
 
 def _bad_cells(failure: Failure) -> str:
