@@ -206,6 +206,7 @@ class Answer:
 @pytest.fixture(scope="module")
 def ask(framework_python: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """ask(framework, [(spec, changes of the run)]) → [Answer], all in one process of that framework's interpreter."""
+    tmp_path_factory.getbasetemp()  # here: two threads that ask first at once get two, and pytest refuses one of them
 
     def run(framework: str, wanted: list[tuple[Spec, dict[str, Any]]], **environment: str) -> list[Answer]:
         folder = tmp_path_factory.mktemp(framework)

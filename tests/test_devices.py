@@ -677,10 +677,11 @@ def test_a_stranger_on_the_gpu_is_seen_in_its_window_only(replayed):
     sampler, _, stranger = replayed()
     first = next(i for i, p in enumerate(recorded("nvmlDeviceGetComputeRunningProcesses")) if len(p) > 1)
     comes = 1000 + first * 0.5
+    others = f"others used GPU 1 (pid {stranger.pid}, {psutil.Process(stranger.pid).name()})"
     assert sampler.contamination(1000, comes - 0.1) is None
-    assert sampler.contamination(1000, comes) == f"others used GPU 1 (pid {stranger.pid}, python)"
+    assert sampler.contamination(1000, comes) == others
     between_two_samples = comes + 0.1, comes + 0.2
-    assert sampler.contamination(*between_two_samples) == f"others used GPU 1 (pid {stranger.pid}, python)"
+    assert sampler.contamination(*between_two_samples) == others
     assert sampler.contamination(5000, 6000) is None, "it had gone"
 
 
