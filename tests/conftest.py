@@ -27,14 +27,23 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts background jobs deaf to SIGINT, and so would be all that tests start and interrupt.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.addinivalue_line("markers", "long: takes long, and shorter tests look at most of the same; --require=time runs it")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require",
         default="",
-        help="a comma list of `apt`, `interpreter`, `environment`, or `all`: a test skipped for want of it fails instead",
+        help="a comma list of `apt`, `interpreter`, `environment`, `time`, or `all`: a test skipped for want of it fails instead, "
+        "and those that take long run",
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not {"all", "time"} & set(config.getoption("--require").split(",")):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="needs time: pytest --require=time"))
 
 
 @pytest.hookimpl(wrapper=True)

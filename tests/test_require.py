@@ -1,4 +1,4 @@
-"""--require turns a skip for something that could be installed into a failure."""
+"""--require turns a skip for something that could be installed into a failure, and runs what takes long."""
 
 from __future__ import annotations
 
@@ -19,11 +19,23 @@ def test_apt():
 
 def test_other():
     pytest.skip("not on this machine")
+
+@pytest.mark.long
+def test_long():
+    pass
 """
 
 
-@pytest.mark.parametrize(("option", "counts"), [("", "2 skipped"), ("all", "1 failed, 1 skipped"), ("interpreter", "2 skipped")])
-def test_required_skips_fail(tmp_path: Path, option: str, counts: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "counts"),
+    [
+        ("", "3 skipped"),
+        ("all", "1 failed, 1 passed, 1 skipped"),
+        ("interpreter", "3 skipped"),
+        ("time", "1 passed, 2 skipped"),
+    ],
+)
+def test_required_skips_fail_and_long_tests_run(tmp_path: Path, option: str, counts: str) -> None:
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     (tmp_path / "test_x.py").write_text(PROGRAM)
     done = subprocess.run(
