@@ -250,6 +250,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_driver_runs_from_its_bundle_without_a_network(driver: Path, tmp_path: Path) -> None:
     pins = (driver / "driver.txt").read_text().splitlines()

@@ -55,7 +55,7 @@ def stranger() -> Iterator[int]:
     process.wait()
 
 
-@pytest.mark.parametrize("reasons", [0, 0x4, 0x44])
+@pytest.mark.parametrize("reasons", [0, pytest.param(0x4, marks=pytest.mark.long), 0x44])
 def test_a_clock_that_is_held_down_is_said(h200: None, reasons: int, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REASONS", str(reasons))
     # long enough for several samples of the GPU, which come once a second

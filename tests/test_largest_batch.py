@@ -83,7 +83,7 @@ def test_the_data_end_before_the_memory(train: Train):
         (["framework.fault_batch=7"], "device_oom", "not even batch_size=8 fits"),
         (["framework.fault=raise"], "crashed", "with batch_size=8: RuntimeError: asked to raise"),
         (["framework.fault=unsupported"], "unsupported", "asked to be unsupported"),
-        (["framework.fault=hang", "framework.fault_batch=8", "timeout_s=8"], "timeout", "timeout_s="),
+        pytest.param(["framework.fault=hang", "framework.fault_batch=8", "timeout_s=8"], "timeout", "timeout_s=", marks=pytest.mark.long),
         (["framework=torch"], "unsupported", "batch_size=max is for GPUs"),
     ],
 )

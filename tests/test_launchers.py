@@ -36,6 +36,7 @@ def sweep(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(60)
 
 
+@pytest.mark.long
 def test_an_interrupted_sweep_goes_on_where_it_ended(sweep: subprocess.Popen[bytes], tmp_path: Path) -> None:
     def measuring() -> list[Path]:
         events = tmp_path.glob("outputs/*/*/001-*/events.0.jsonl")

@@ -121,7 +121,7 @@ def test_threads_are_swept_and_more_than_there_are_is_unsupported(train: Train, 
     assert f"asked for {cpus + 1} threads; this machine has {cpus} logical CPUs" in second["message"]
 
 
-@pytest.mark.parametrize("framework", ["torch", "mxnet"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("mxnet", marks=pytest.mark.long)])
 def test_tasks(train: Train, framework_python, framework: str) -> None:  # type: ignore[no-untyped-def]
     """gradient leaves out the update, forward the backward pass, too; training FLOPs are known for each."""
     framework_python(framework)
@@ -144,6 +144,7 @@ def test_divergence_is_an_outcome_and_no_nan_reaches_the_store(train: Train, fra
     assert (run.info.status, run.data.metrics) == ("FAILED", {})
 
 
+@pytest.mark.long
 def test_learning_rate_too_small_to_change_anything_is_not_training(train: Train, framework_python) -> None:  # type: ignore[no-untyped-def]
     framework_python("torch")
     result = train("learning_rate=1e-60", "threads=1", *QUICK)

@@ -109,6 +109,7 @@ def test_a_deaf_grandchild_is_gone(faulty: Result) -> None:
         os.kill(pid, 0)
 
 
+@pytest.mark.long
 def test_hang_in_each_phase_is_a_timeout(tmp_path: Path) -> None:
     phases = ["import", "build", "first_step", "iteration", "block", "train", "evaluate"]
     limits = [f"measure.timeouts.{name}=3" for name in ("import_s", "build_s", "first_step_s", "stall_s")]
@@ -141,6 +142,7 @@ def test_host_memory_limit_gives_host_oom(tmp_path: Path) -> None:
     assert result.runs[0].info.status == "FAILED"
 
 
+@pytest.mark.long
 def test_drifting_step_time_is_unstable(train: Train) -> None:
     result = train("framework=fake", "framework.step_ms=10", "framework.fault=drift", "data=synthetic", "measure=standard",
                    "measure.min_s=1", "measure.max_s=4", "measure.block_s=0.1")  # fmt: skip

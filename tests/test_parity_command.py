@@ -48,7 +48,7 @@ def own(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("framework", ["torch", "mxnet"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("mxnet", marks=pytest.mark.long)])
 def test_one_s_own_large_network_is_proven_and_runs_say_so(
     train: Train, tmp_path: Path, own: Path, framework_python, framework: str
 ) -> None:  # type: ignore[no-untyped-def]
@@ -70,6 +70,7 @@ def test_one_s_own_large_network_is_proven_and_runs_say_so(
     assert tags == [says, "not proven"]
 
 
+@pytest.mark.long
 def test_each_way_to_compute_a_network_is_proven_by_itself(train: Train, tmp_path: Path, own: Path, framework_python) -> None:  # type: ignore[no-untyped-def]
     """Another layout of the same sums (framework.space_to_depth): its certificate is not that of the plain layer."""
     framework_python("torch")

@@ -367,6 +367,7 @@ def test_a_killed_rank_ends_the_run_at_once(start_train, tmp_path: Path, framewo
     assert "rank 1: the worker died by SIGKILL" in row["reason"]  # and not that rank 0 lost it
 
 
+@pytest.mark.long
 def test_two_runs_at_once_need_no_port(tmp_path: Path, framework_python: Callable[[str], Path]) -> None:
     """CASES 6. Two caches, so that the runs do not wait for each other's CPUs."""
     python = framework_python("torch")

@@ -16,7 +16,7 @@ MANY = ["framework=fake", "framework.step_ms=10", "data=synthetic", "device=cpu"
         "batch_size=32", *QUICK, "measure.min_blocks=1"]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "shares"), [("weak", 1), ("strong", 4)])
+@pytest.mark.parametrize(("kind", "shares"), [pytest.param("weak", 1, marks=pytest.mark.long), ("strong", 4)])
 def test_a_sweep_gets_its_speed_up_whatever_comes_first(train: Train, kind: str, shares: int) -> None:
     """Sleeping takes as long with any batch: weak scaling is perfect, strong scaling gives no speed-up."""
     result = train("-m", *MANY, f"scaling={kind}", "replicas=4,1,2")

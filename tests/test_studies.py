@@ -97,6 +97,7 @@ def tables_of(folder: Path) -> dict[str, list[list[str]]]:
     return {title: list(csv.reader(file.open())) for title, file in zip(titles, files, strict=False)}
 
 
+@pytest.mark.long
 def test_a_study_of_times_runs_and_stands_beside_the_published_numbers(train: Train, tmp_path: Path) -> None:
     result = train("+study=bahrampour2016_autoencoder", "effort=smoke", "framework=torch", timeout=600)
     runs = result.runs

@@ -230,6 +230,7 @@ def test_skip_finished_repeats_what_was_not_ok(train: Train) -> None:
     assert (again.code, len(again.runs)) == (1, 2)
 
 
+@pytest.mark.long
 def test_without_skip_finished_everything_runs_again(train: Train) -> None:
     train(*FAKE)
     assert len(train(*FAKE).runs) == 2

@@ -274,6 +274,7 @@ def test_a_sweep_without_its_store(train: Train, tmp_path: Path) -> None:
     assert [run.data.tags["host"] for run in (one, two)] == [host_name()] * 2
 
 
+@pytest.mark.long
 def test_a_driver_that_was_killed_without_its_store(start_train: Callable[..., Any], tmp_path: Path) -> None:
     driver = start_train(*FAKE, "framework.step_ms=400", "measure.iterations=400", "tracking=journal")
     folder = wait_for(lambda: run_folder_in_phase(tmp_path, "iteration"), 120, "the iterations")
@@ -290,6 +291,7 @@ def test_a_driver_that_was_killed_without_its_store(start_train: Callable[..., A
     assert {"run.json", "config.yaml", "samples.parquet", "events.0.jsonl"} <= kept
 
 
+@pytest.mark.long
 def test_a_server_that_dies_in_mid_sweep(start_train: Callable[..., Any], empty_database: Path, tmp_path: Path) -> None:
     shutil.copy(empty_database, tmp_path / "server.db")
     with servers.on_sqlite(tmp_path) as server:

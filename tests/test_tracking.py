@@ -337,6 +337,7 @@ def test_runs_of_dead_drivers_are_closed_and_others_left_alone(tracker, tmp_path
     assert (run.info.status, run.data.tags["outcome"], run.data.tags["outcome_reason"]) == ("FINISHED", "ok", "")
 
 
+@pytest.mark.long
 def test_four_drivers_at_once_on_a_fresh_checkout(tmp_path, processes):
     drivers = [processes("-c", DRIVER, str(tmp_path), f"run{i}", "finish") for i in range(4)]
     words = [driver.communicate(timeout=240)[0] for driver in drivers]
@@ -545,6 +546,7 @@ def start_server(processes, folder: Path, port: int) -> subprocess.Popen:
     raise AssertionError("mlflow server did not start")
 
 
+@pytest.mark.long
 def test_a_team_server_its_outage_and_its_return(tmp_path, empty_database, processes):
     shutil.copy(empty_database, tmp_path / "server.db")
     port = free_port()

@@ -16,6 +16,7 @@ FRAMEWORKS = ("torch", "mxnet")
 TINY_LSTM = ["network=lstm_ptb", "network.vocabulary=60", "network.width=24", "network.steps=8", "batch_size=16"]
 
 
+@pytest.mark.long
 def test_a_language_model_learns_a_text(train: Train, framework_python: Callable[[str], Path], tmp_path: Path) -> None:
     """Falling perplexity = exp(test loss); accuracy is per token; the batch counts sequences."""
     for name in FRAMEWORKS:
