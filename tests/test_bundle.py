@@ -104,6 +104,7 @@ def test_for_another_python_its_wheels_are_taken(place: Place, tmp_path: Path) -
     assert not list(tmp_path.glob("98*"))
 
 
+@pytest.mark.long
 def test_what_must_be_compiled_needs_its_python(place: Place, tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()

@@ -59,7 +59,7 @@ def stranger() -> Iterator[int]:
 def test_a_clock_that_is_held_down_is_said(h200: None, reasons: int, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REASONS", str(reasons))
     # long enough for several samples of the GPU, which come once a second
-    result = train(*RUN, "framework.step_ms=20", "measure.min_s=6", "measure.max_s=6", "measure.steady_required=false")
+    result = train(*RUN, "framework.step_ms=20", "measure.min_s=4", "measure.max_s=4", "measure.steady_required=false")
     (run,) = result.runs
     named = {0: "", 0x4: "(power cap)", 0x44: "(power cap, hardware thermal)"}[reasons]
     says = f"the GPU's clock was held down 100 % of the time {named}" if reasons else ""

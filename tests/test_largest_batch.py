@@ -58,7 +58,7 @@ def test_a_run_with_the_largest_batch(train: Train):
 
 
 @pytest.mark.parametrize(("scaling", "param", "tries"), [("strong", "48", "16 ok, 32 ok, 64 device_oom, 48 ok"),
-                                                        ("weak", "24", "8 ok, 16 ok, 32 device_oom, 24 ok")])  # fmt: skip
+                                                        pytest.param("weak", "24", "8 ok, 16 ok, 32 device_oom, 24 ok", marks=pytest.mark.long)])  # fmt: skip
 def test_several_replicas_share_it_evenly(train: Train, scaling: str, param: str, tries: str):
     """Repetitions have the same batch and are not searched for again."""
     several = ["replicas=2", "device.oversubscribe=true", f"scaling={scaling}", "framework.fault_batch=27", "repeat=1,2"]
@@ -96,6 +96,7 @@ def test_where_nothing_is_found_the_run_says_why(train: Train, overrides: list[s
     assert run.data.params["batch_global"] == "max" and "step_ms" not in run.data.metrics
 
 
+@pytest.mark.long
 def test_a_crash_beyond_what_fits_is_told(train: Train):
     """Some frameworks have limits of their own, such as indices of 32 bits."""
     result = train(*MAX, "framework.fault=raise", "framework.fault_batch=20", "epochs=0")

@@ -151,7 +151,7 @@ def test_learning_rate_too_small_to_change_anything_is_not_training(train: Train
     assert result.only["outcome"] == "not_training", result
 
 
-@pytest.mark.parametrize(("replicas", "rate"), [(1, 3200), (2, 6400), (4, 12800)])
+@pytest.mark.parametrize(("replicas", "rate"), [(1, 3200), (2, 6400), pytest.param(4, 12800, marks=pytest.mark.long)])
 def test_throughput_is_the_total_of_all_replicas(train: Train, replicas: int, rate: float) -> None:
     """CASES 1: 10 ms an iteration, 32 samples per replica."""
     result = train("framework=fake", "framework.step_ms=10", "device=cpu", f"replicas={replicas}", "threads=1", "data=synthetic",
@@ -174,6 +174,7 @@ def test_an_old_file_store_in_the_folder_does_not_matter(train: Train, tmp_path:
     assert len(result.runs) == 1
 
 
+@pytest.mark.long
 def test_four_drivers_at_once_on_a_fresh_store(start_train, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """CASES 10."""
     drivers = [start_train("framework=fake", "data=synthetic", "threads=1", *QUICK) for _ in range(4)]
@@ -183,6 +184,7 @@ def test_four_drivers_at_once_on_a_fresh_store(start_train, tmp_path: Path) -> N
     assert len({run.data.tags["sweep"] for run in runs}) == 4
 
 
+@pytest.mark.long
 def test_a_long_series_is_thinned_and_the_raw_one_kept(train: Train) -> None:
     result = train("framework=fake", "framework.step_ms=0.2", "data=synthetic", "measure=smoke", "measure.iterations=3000",
                    "measure.block_s=0.05")  # fmt: skip

@@ -129,6 +129,7 @@ def test_timeout_s_ends_the_whole_run(train: Train) -> None:
     assert "timeout_s=2" in result.only["reason"]
 
 
+@pytest.mark.long
 def test_host_memory_limit_gives_host_oom(tmp_path: Path) -> None:
     """The worker inherits a real memory limit (as a batch system sets it) and really runs into it."""
     limit_kb = 8_000_000

@@ -260,7 +260,7 @@ def start_driver(start, run_id, *options):
     return driver, guard_pid
 
 
-@pytest.mark.parametrize("way", ["kill", "kill the group", "fork"])
+@pytest.mark.parametrize("way", ["kill", pytest.param("kill the group", marks=pytest.mark.long), "fork"])
 def test_nothing_outlives_a_killed_driver(start, run_id, way):
     driver, guard_pid = start_driver(start, run_id, way)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

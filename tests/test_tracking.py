@@ -337,7 +337,6 @@ def test_runs_of_dead_drivers_are_closed_and_others_left_alone(tracker, tmp_path
     assert (run.info.status, run.data.tags["outcome"], run.data.tags["outcome_reason"]) == ("FINISHED", "ok", "")
 
 
-@pytest.mark.long
 def test_four_drivers_at_once_on_a_fresh_checkout(tmp_path, processes):
     drivers = [processes("-c", DRIVER, str(tmp_path), f"run{i}", "finish") for i in range(4)]
     words = [driver.communicate(timeout=240)[0] for driver in drivers]
