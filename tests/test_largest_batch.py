@@ -57,8 +57,13 @@ def test_a_run_with_the_largest_batch(train: Train):
     assert again.code == 0 and "skipped" in again.out, again
 
 
-@pytest.mark.parametrize(("scaling", "param", "tries"), [("strong", "48", "16 ok, 32 ok, 64 device_oom, 48 ok"),
-                                                        pytest.param("weak", "24", "8 ok, 16 ok, 32 device_oom, 24 ok", marks=pytest.mark.long)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scaling", "param", "tries"),
+    [
+        ("strong", "48", "16 ok, 32 ok, 64 device_oom, 48 ok"),
+        pytest.param("weak", "24", "8 ok, 16 ok, 32 device_oom, 24 ok", marks=pytest.mark.long),
+    ],
+)
 def test_several_replicas_share_it_evenly(train: Train, scaling: str, param: str, tries: str):
     """Repetitions have the same batch and are not searched for again."""
     several = ["replicas=2", "device.oversubscribe=true", f"scaling={scaling}", "framework.fault_batch=27", "repeat=1,2"]
