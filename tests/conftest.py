@@ -39,8 +39,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def required(config: pytest.Config, kind: str) -> bool:
+    """Does --require name this kind?"""
+    return not {"all", kind}.isdisjoint(config.getoption("--require").split(","))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not {"all", "time"} & set(config.getoption("--require").split(",")):
+    if not required(config, "time"):
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.skip(reason="needs time: pytest --require=time"))
@@ -50,11 +55,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     """Turn a skip for something installable into a failure where --require names its kind (reasons start `needs KIND: `)."""
     report = yield
-    required = item.config.getoption("--require").split(",")
     if report.skipped and isinstance(report.longrepr, tuple):
         reason = report.longrepr[2].removeprefix("Skipped: ")
         kind = reason.removeprefix("needs ").split(":")[0]
-        if reason.startswith("needs ") and ("all" in required or kind in required):
+        if reason.startswith("needs ") and required(item.config, kind):
             report.outcome = "failed"
             report.longrepr = f"{item.nodeid}: {reason} (required by --require)"
     return report

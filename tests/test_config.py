@@ -256,7 +256,7 @@ OWN_FILES = {
         "study: own\nseed: 2\n": "study/own.yaml: must begin with the line '# @package _global_'",
         "# @package _global_\nstudy: own\nsed: 2\n": "study/own.yaml: sed: unknown key; did you mean seed?",
         **{
-            f"# @package _global_\n{group}: {value}\n": (
+            f"# @package _global_\nstudy: own\n{group}: {value}\n": (
                 f"study/own.yaml: {group}: must be a mapping; to choose {value}, list `override /{group}: {value}` under defaults"
             )
             for group, value in (("framework", "torch"), ("network", "lenet"), ("measure", "smoke"), ("data", "digits"))

@@ -258,11 +258,12 @@ def _yaml_problem(text: str) -> str:
 
 def _option_as_a_value(failure: Failure) -> str:
     """`network: lenet` in a file; the text names no key where the group has a schema."""
-    names = groups(failure.config_dirs)
+    names, kinds = groups(failure.config_dirs), typing.get_type_hints(schema.TrainConfig)
+    mappings = [key for key in names if dataclasses.is_dataclass(kinds.get(key)) or typing.get_origin(kinds.get(key)) is dict]
     for path in (folder / failure.file.removesuffix(": ") for folder in failure.config_dirs):
         content = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
         for key, value in content.items() if isinstance(content, dict) else ():
-            if key in names and isinstance(value, str):
+            if key in mappings and isinstance(value, str):  # study is a text
                 return f"{failure.file}{key}: must be a mapping; to choose {value}, list `override /{key}: {value}` under defaults"
     return f"{failure.file}{failure.argument}: must be a mapping"
 

@@ -76,7 +76,7 @@ class Agreement(object):
         TensorFlow's and JAX's coordinator lives in rank 0, and a rank that sees it go ends itself, perhaps before it has told its result.
         """
         if self.rank == 0 and self.link is not None:
-            self.link.hear_the_end()
+            self.link.hear()  # they say no more: what comes is that the kernel has closed the connection
 
     def new(self):
         """What came since the last time, perhaps nothing."""
@@ -140,20 +140,11 @@ class Listener(object):
                 pass
 
     def hear(self):
-        """Waits for one `tell` of each other."""
+        """Waits for one `tell` of each other, or its end."""
         self.accept()
         for connection in self.lines:
             try:
                 connection.recv(1)
-            except OSError:  # as above
-                pass
-
-    def hear_the_end(self):
-        """Waits until each other has closed its connection: when its process ends, the kernel does."""
-        for connection in self.lines:
-            try:
-                while connection.recv(4096):
-                    pass
             except OSError:  # as above
                 pass
 
