@@ -1,9 +1,10 @@
 """Does the measured step on a GPU cost what a hand-written loop costs? crosstrain's step_ms against gpu_loop_torch.py or gpu_loop_jax.py.
 
 A cell is framework:network:precision:batch[:compile[:memory_format]], the network one of those scripts': resnet50, resnet50_v1.5, fcn_s.
-Each cell: a run of `train.py` (synthetic data on the device), the loop by hand, and with --events the run's worker once more with
-a CUDA event recorded before each of its syncs, so that every block is timed by the host's clock and by the GPU's. All one after the other
-on the same GPU; the targets: both within 1 %.
+Each cell: the loop by hand, a run of `train.py` (synthetic data on the device), the loop by hand again, and with --events the run's worker
+once more with a CUDA event recorded before each of its syncs, so that every block is timed by the host's clock and by the GPU's. All one
+after the other on the same GPU, and by hand counts the mean of both times: where power limits the clock, a GPU slows down as it warms up.
+The targets: both within 1 %.
 
 Usage: python benchmarks/gpu_step.py [--python python3] [--events] [--seconds 3] [--to FILE] CELL … Exit code 1 when a target is missed.
 """
@@ -64,6 +65,10 @@ def events_ratio(run_folder: Path, python: str) -> float:
 def measure(cell: str, arguments: argparse.Namespace) -> dict[str, Any]:
     framework, network, precision, batch, *more = cell.split(":")
     compiled, memory_format = [*more, *["on" if framework == "jax" else "off", "channels_last"][len(more) :]]
+    script = Path(__file__).with_name(f"gpu_loop_{framework}.py")
+    settings = [compiled, memory_format] if framework == "torch" else []
+    command = [arguments.python, "-B", str(script), network, precision, batch, *settings, f"{arguments.seconds:g}"]
+    by_hand = [json.loads(last_line(running.output(command)))]
     budget = 2 * arguments.seconds
     run_folder = running.train(
         Path.cwd(), f"framework={framework}", *NETWORKS[network], f"precision={precision}", f"batch_size={batch}", "data=synthetic",
@@ -72,11 +77,9 @@ def measure(cell: str, arguments: argparse.Namespace) -> dict[str, Any]:
         f"measure.min_s={budget:g}", f"measure.max_s={4 * budget:g}",
     )  # fmt: skip
     found: dict[str, Any] = {"cell": cell, "step_ms": running.step_ms(run_folder), "run": run_folder.name}
-    script = Path(__file__).with_name(f"gpu_loop_{framework}.py")
-    settings = [compiled, memory_format] if framework == "torch" else []
-    command = [arguments.python, "-B", str(script), network, precision, batch, *settings, f"{arguments.seconds:g}"]
-    by_hand = json.loads(last_line(running.output(command)))
-    found |= {"hand_ms": by_hand["step_ms"], "hand_events_ms": by_hand.get("events_ms"), "hand_first_s": by_hand["first_s"]}
+    by_hand.append(json.loads(last_line(running.output(command))))
+    found |= {"hand_each_ms": [one["step_ms"] for one in by_hand], "hand_first_s": by_hand[0]["first_s"]}
+    found["hand_ms"] = sum(found["hand_each_ms"]) / 2
     found["ratio"] = found["step_ms"] / found["hand_ms"]
     found["samples_per_s"] = 1000 * int(batch) / found["step_ms"]
     if arguments.events and framework == "torch":
@@ -95,7 +98,8 @@ def main() -> int:
     verdict = running.Verdict()
     for cell in arguments.cells:
         found = measure(cell, arguments)
-        print(f"{cell}: {found['step_ms']:.3f} ms, by hand {found['hand_ms']:.3f} ms, {found['samples_per_s']:.0f} samples/s", flush=True)
+        before, after = found["hand_each_ms"]
+        print(f"{cell}: {found['step_ms']:.3f} ms, by hand {before:.3f} and {after:.3f} ms, {found['samples_per_s']:.0f} samples/s", flush=True)
         verdict.check(f"{cell}: distance from the loop by hand", 100 * abs(found["ratio"] - 1), LIMIT_PERCENT, "%")
         if "events_ratio" in found:
             verdict.check(f"{cell}: distance from CUDA events", 100 * abs(found["events_ratio"] - 1), LIMIT_PERCENT, "%")

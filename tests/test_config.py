@@ -321,7 +321,7 @@ def test_every_framework_has_the_same_keys() -> None:
     for group, option in OPTIONS:
         if group == "framework":
             extra = ["step_ms", "fault", "fault_phase", "fault_rank", "fault_iteration", "fault_batch"] if option.startswith("fake") else []
-            extra += {"jax": ["lstm"], "torch": ["space_to_depth"]}.get(option, [])
+            extra += {"jax": ["lstm", "space_to_depth"], "torch": ["space_to_depth"]}.get(option, [])
             assert list(composed(f"framework={option}").framework) == [*keys, *extra]
 
 

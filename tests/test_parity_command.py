@@ -71,15 +71,19 @@ def test_one_s_own_large_network_is_proven_and_runs_say_so(
 
 
 @pytest.mark.long
-def test_each_way_to_compute_a_network_is_proven_by_itself(train: Train, tmp_path: Path, own: Path, framework_python) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_each_way_to_compute_a_network_is_proven_by_itself(  # type: ignore[no-untyped-def]
+    framework: str, train: Train, tmp_path: Path, own: Path, framework_python
+) -> None:
     """Another layout of the same sums (framework.space_to_depth): its certificate is not that of the plain layer."""
-    framework_python("torch")
-    chosen = ["framework=torch", "network=mine", "network.width=38", "device=cpu", "threads=1"]
+    framework_python(framework)
+    chosen = [f"framework={framework}", "network=mine", "network.width=38", "device=cpu", "threads=1"]
     way = ["framework.space_to_depth=true", "framework.memory_format=channels_last"]
     done = crosstrain("parity", *chosen, *way, "--config-dir", str(own), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = rows(done.stdout)
-    name = "torch memory_format=channels_last space_to_depth=True"
+    compiled = {"torch": "", "jax": "compile=on "}[framework]
+    name = f"{framework} {compiled}memory_format=channels_last space_to_depth=True"
     assert row == [name, "mine width=38", "✓", "✓", "✓*", "✓*", "✓*", "✓*", "✓*", "-", "✓*", "-", "✓*", "proven"]
     for arguments in (way, way[1:]):
         result = train(*chosen, *arguments, f"--config-dir={own}", "data=synthetic", "epochs=0", *QUICK)

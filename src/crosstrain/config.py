@@ -65,9 +65,10 @@ class FakeFrameworkConfig(FrameworkConfig):
 
 @dataclass
 class JaxFrameworkConfig(FrameworkConfig):
-    """JAX: also which LSTM it takes."""
+    """JAX: also which LSTM it takes, and whether a first convolution of stride 2 works on blocks of 2×2 pixels."""
 
     lstm: Lstm = Lstm.auto
+    space_to_depth: bool = False
 
 
 @dataclass

@@ -6,6 +6,7 @@ REFUSED = {
     "precision": ({"precision": "tf32"}, "precision=tf32"),
     "half precision": ({"precision": "fp16"}, "precision=fp16"),
     "lstm": ({"framework": {"lstm": "cudnn"}}, "cuDNN's LSTM needs a GPU"),
+    "space to depth": ({"framework": {"space_to_depth": True}}, "a first convolution of stride 2"),
     "compile": ({"framework": {"compile": "max"}}, "framework.compile=max"),
     "memory format": ({"framework": {"memory_format": "contiguous"}}, "framework.memory_format=contiguous"),
     "replicas": ({"replicas": 2, "world_size": 2}, "replica"),

@@ -7,7 +7,7 @@ from flax import linen as nn
 from jax import lax
 from jax import numpy as jnp
 
-from . import jax_lstm, jax_pooling
+from . import jax_lstm, jax_pooling, jax_space_to_depth
 from .base import Unsupported
 
 #: where a parameter or state is in Flax's variables: (op kind, the spec's suffix) → (collection, names below the op's, axes).
@@ -94,7 +94,7 @@ class Attention(nn.Module):
 class Network(nn.Module):
     """(N, …input shape) → (output, target): of the op `spec["output"]`, and of the op that is the target (None where none is).
 
-    `flash`: attention by cuDNN's fused kernels; `cudnn_lstm`: LSTMs by cuDNN's.
+    `flash`: attention by cuDNN's fused kernels; `cudnn_lstm`: LSTMs by cuDNN's; `space_to_depth`: a convolution of the input on blocks.
     """
 
     ops: tuple
@@ -103,6 +103,7 @@ class Network(nn.Module):
     dtype: jnp.dtype
     flash: bool
     cudnn_lstm: bool
+    space_to_depth: bool
 
     @nn.compact
     def __call__(self, x, training):
@@ -119,9 +120,12 @@ class Network(nn.Module):
         return values[self.output], None if self.target is None else values[self.target]
 
 
-def network_of(spec, dtype, flash, cudnn_lstm):
+def network_of(spec, dtype, flash, cudnn_lstm, space_to_depth):
+    """Raises Unsupported where `space_to_depth` can not be."""
+    if space_to_depth:
+        jax_space_to_depth.check(spec)
     target = spec["target"]["name"] if spec["target"]["kind"] == "op" else None
-    return Network(tuple(spec["ops"]), spec["output"], target, dtype, flash, cudnn_lstm)
+    return Network(tuple(spec["ops"]), spec["output"], target, dtype, flash, cudnn_lstm, space_to_depth)
 
 
 def places_of(spec):
@@ -190,6 +194,8 @@ def tied_weight(layer, transpose):
 
 
 def conv2d(network, op, training):
+    if network.space_to_depth and op["inputs"] == ["input"]:
+        return jax_space_to_depth.conv2d(op, network.dtype)
     top, bottom, left, right = op["padding"]
     return nn.Conv(
         op["out_channels"],

@@ -187,7 +187,8 @@ class Framework(Base):
         self.dtype = jax.numpy.dtype(HALF.get(self.run["precision"], "float32"))
         # cuDNN's fused attention is for half precisions, from compute capability 8.0 on
         flash = self.gpu and self.run["precision"] in HALF and float(self.devices[0].compute_capability) >= 8
-        self.network = layers.network_of(spec, self.dtype, flash, self.uses_cudnn_lstm())
+        space_to_depth = bool(self.settings.get("space_to_depth"))
+        self.network = layers.network_of(spec, self.dtype, flash, self.uses_cudnn_lstm(), space_to_depth)
         self.places = layers.places_of(spec)
         self.state_names = [state["name"] for state in spec["states"]]
         self.trained_names = [parameter["name"] for parameter in self.trained_parameters()]
@@ -361,6 +362,8 @@ class Framework(Base):
         }
         if any(op["op"] == "lstm" for op in self.spec["ops"]):
             found["lstm"] = "cudnn" if self.network.cudnn_lstm else "scan"
+        if self.network.space_to_depth:
+            found["space_to_depth"] = True
         if not self.gpu:
             found["threads"] = jax_process.pool_threads() // self.here
         return found
