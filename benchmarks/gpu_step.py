@@ -99,7 +99,8 @@ def main() -> int:
     for cell in arguments.cells:
         found = measure(cell, arguments)
         before, after = found["hand_each_ms"]
-        print(f"{cell}: {found['step_ms']:.3f} ms, by hand {before:.3f} and {after:.3f} ms, {found['samples_per_s']:.0f} samples/s", flush=True)
+        hand = f"by hand {before:.3f} and {after:.3f} ms"
+        print(f"{cell}: {found['step_ms']:.3f} ms, {hand}, {found['samples_per_s']:.0f} samples/s", flush=True)
         verdict.check(f"{cell}: distance from the loop by hand", 100 * abs(found["ratio"] - 1), LIMIT_PERCENT, "%")
         if "events_ratio" in found:
             verdict.check(f"{cell}: distance from CUDA events", 100 * abs(found["events_ratio"] - 1), LIMIT_PERCENT, "%")

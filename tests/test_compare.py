@@ -86,6 +86,26 @@ def test_a_saved_side_is_a_baseline_without_its_store(home: Path, compare: Calla
     assert both.code == 0 and not (tmp_path / "mlruns").exists()
 
 
+def test_cells_are_named_by_what_tells_them_apart_also_beside_an_older_file(
+    home: Path, compare: Callable[..., Done], tmp_path: Path
+) -> None:
+    tracker = new_store(tmp_path)
+    for precision, settings in (("fp32", ""), ("bf16", ""), ("bf16", "lstm=scan")):
+        put(tracker, "mixed", 10.0, precision=precision, framework_settings=settings)
+    saved = tmp_path / "side.json"
+    assert compare(tmp_path, "mixed", "mixed", "--save", str(saved)).code == 0
+    sides = json.loads(saved.read_text())[:2]
+    for side in sides:
+        del side["facts"]["framework_settings"]  # older versions had none
+    saved.write_text(json.dumps(sides))
+    done = compare(tmp_path, str(saved), "mixed")
+    rows = [line for line in done.out.splitlines() if "lenet" in line]
+    assert [row.split("│")[1].strip() for row in rows] == [
+        "lenet torch fp32, 1 thread, batch 64", "lenet torch bf16, 1 thread, batch 64", "lenet torch bf16 lstm=scan, 1 thread, batch 64",
+    ]  # fmt: skip
+    assert ["not there" in row for row in rows] == [False, False, True]
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [

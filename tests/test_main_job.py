@@ -18,8 +18,8 @@ from conftest import PUBLISHED, QUICK, TRAIN, Result, Train, run_train, store, s
 #: params of docs/tracking.md: every run has all of them
 PARAMS = set(
     "framework framework_version network data data_placement task device device_name gpus replicas parallelism scaling "
-    "batch_global batch_per_replica precision compile memory_format threads optimizer learning_rate momentum weight_decay epochs "
-    "seed repeat measure study effort parameters model_gflops".split()
+    "batch_global batch_per_replica precision compile memory_format framework_settings threads optimizer learning_rate momentum "
+    "weight_decay epochs seed repeat measure study effort parameters model_gflops".split()
 )
 TAGS = set("kind sweep study outcome outcome_reason parity run_key cell_key base_key overrides crosstrain_commit host driver".split())
 

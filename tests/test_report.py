@@ -14,10 +14,11 @@ import pytest
 
 from conftest import QUICK, Train, store
 from crosstrain import cli
-from crosstrain.report import build, formats, published, tables
+from crosstrain.report import build, figures, formats, published, tables
 from crosstrain.report.cells import cells_of
 from crosstrain.tracking import Tracker
-from stores import new_store, put
+from crosstrain.tracking.store import TrackedRun
+from stores import PARAMS, new_store, put
 
 
 def crosstrain(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -108,6 +109,79 @@ def test_published_numbers_stand_beside_ours(filled: Tracker) -> None:
     assert other.rows[0][1][2].text == published.NONE, "training with the update is not what the study has measured"
 
 
+#: of two choices that differ in one thing alone, each has its own row and its own point
+TOLD_APART = {
+    "precision": ("fp32", "bf16"),
+    "framework_settings": ("", "lstm=scan"),
+    "device_name": ("some CPU", "another CPU"),
+    "compile": ("off", "on"),
+    "data_placement": ("host", "device"),
+}
+
+
+@pytest.mark.parametrize("key", TOLD_APART)
+def test_cells_that_differ_in_anything_are_never_one(key: str, tmp_path: Path) -> None:
+    tracker = new_store(tmp_path)
+    for step_ms, value in zip((10.0, 30.0), TOLD_APART[key], strict=True):
+        put(tracker, "s", step_ms, framework="jax", accuracies=[0.5], epochs=1, **{key: value})
+        for replicas in (1, 2):
+            speedup = {"speedup": replicas - step_ms / 100}
+            put(tracker, "s", step_ms / replicas, replicas=replicas, network="vgg_a", metrics=speedup, **{key: value})
+    report = report_of(tracker, "s")
+    times = [[entry.text for entry in entries] for names, entries in report.tables[0].rows if names[0] == "lenet"]
+    assert sorted(time for entries in times for time in entries if time) == ["10", "30"]
+    assert len({names[-1] for names, _ in report.tables[0].rows if names[0] == "lenet"}) == 2
+    for figure in ("memory", "distribution"):
+        (axis,) = report.figures[figure].axes
+        names = [label.get_text() for label in axis.get_yticklabels()]
+        assert len(set(names)) == len(names) == 6
+    assert len(report.figures["speedup"].axes[0].get_lines()) == 3  # the ideal, and one for each
+    assert len(report.figures["accuracy"].axes[0].get_lines()) == 2
+
+
+def test_bold_is_the_fastest_of_its_precision(tmp_path: Path) -> None:
+    tracker = new_store(tmp_path)
+    for framework, fp32, bf16 in (("torch", 10.0, 6.0), ("jax", 9.0, 7.0)):
+        put(tracker, "s", fp32, framework=framework)
+        put(tracker, "s", bf16, framework=framework, precision="bf16")
+    assert rows_of(report_of(tracker, "s").tables[0]) == {
+        "torch fp32": [("10", False)], "torch bf16": [("6", True)], "jax fp32": [("9", True)], "jax bf16": [("7", False)],
+    }  # fmt: skip
+
+
+def test_a_run_that_was_done_again_counts_once(tmp_path: Path) -> None:
+    """As what it was at last; also where it ended before its framework told its version. A repeat that failed for good stays."""
+    tracker = new_store(tmp_path)
+    put(tracker, "s", None, "interrupted", "stopped by SIGTERM", framework_version="")
+    put(tracker, "s", None, "crashed", "once")
+    put(tracker, "s", 10.0)
+    put(tracker, "s", None, "crashed", "for good", framework_version="", repeat=2)
+    put(tracker, "s", 20.0, network="vgg_a")
+    put(tracker, "s", None, "crashed", "later", network="vgg_a")
+    lenet, vgg = cells_of(tracker.runs_of_sweep("s"))
+    assert (lenet.values("step_ms"), lenet.outcome, lenet.reason, len(lenet.runs)) == ([10.0], "crashed", "for good", 2)
+    assert (vgg.values("step_ms"), vgg.outcome) == ([20.0], "crashed"), "what failed last is not hidden by what was before"
+    put(tracker, "s", None, "interrupted", framework_version="2.14.0", network="vgg_b")
+    put(tracker, "s", None, "interrupted", framework_version="", network="vgg_b")
+    assert [cell.facts["framework_version"] for cell in cells_of(tracker.runs_of_sweep("s"))][-2:] == ["2.14.0", ""]
+
+
+def test_a_figure_says_what_it_has_no_room_for() -> None:
+    metrics = {"step_ms": 1.0, "device_memory_mb": 100.0}
+    runs = [TrackedRun(str(n), "", "FINISHED", n, n, {**PARAMS, "batch_global": str(n)}, {"outcome": "ok"}, metrics) for n in range(1, 131)]
+    cells = cells_of(runs)
+    (axis,) = figures.figures_of(cells, {})["memory"].axes
+    assert "(the first 120 of 130 cells)" in axis.get_title() and len(axis.patches) == len(axis.get_yticklabels()) == 120
+    (axis,) = figures.figures_of(cells[:120], {})["memory"].axes
+    assert "first" not in axis.get_title() and axis.get_yticklabels()[-1].get_text() == "lenet torch, 1 thread, batch 1"
+
+
+def test_a_study_without_published_numbers_has_no_table_of_them(tmp_path: Path) -> None:
+    tracker = new_store(tmp_path)
+    put(tracker, "s", 10.0, study="one_gpu")
+    assert not [table.title for table in report_of(tracker, "s").tables if "Published" in table.title]
+
+
 def test_what_differs_between_networks_only_is_said_once(tmp_path: Path) -> None:
     tracker = new_store(tmp_path)
     for framework in ("torch", "mxnet"):
@@ -192,6 +266,14 @@ def test_the_page_needs_no_other_file_and_names_what_failed(filled: Tracker, tmp
 def test_a_network_s_stage_is_a_network_of_its_own(train: Train) -> None:
     result = train("-m", "framework=fake", "framework.step_ms=1", "network=autoencoder_small", "network.stage=ae1,finetune", *QUICK)
     assert [run.data.params["network"] for run in result.runs] == ["autoencoder_small stage=ae1", "autoencoder_small"]
+
+
+def test_every_choice_of_a_framework_is_in_a_param(train: Train) -> None:
+    """Those without a param of their own in framework_settings, where they are not the default."""
+    chosen = ["framework.autotune=true,false", "framework.step_ms=1", "+framework.env.B=x y", "+framework.env.A=1"]
+    result = train("-m", "framework=fake", "data=synthetic", *chosen, "framework.compile=on", *QUICK)
+    told = [run.data.params["framework_settings"] for run in result.runs]
+    assert told == ["autotune step_ms=1.0 env.A=1 env.B=x y", "step_ms=1.0 env.A=1 env.B=x y"], "compile has its own"
 
 
 def test_a_sweep_ends_with_its_report_and_the_command_makes_it_again(train: Train, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import itertools
 import json
 import logging
 import subprocess
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from crosstrain import certificates, devices, measured, progress, samples
+from crosstrain.config import OWN_KEYS
 from crosstrain.outcomes import Outcome
 from crosstrain.progress import number
 from crosstrain.tracking import RunRecord, Series, view
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 #: the status of a record whose run has not ended, or whose driver could not say so
 RUNNING = "RUNNING"
+#: of `framework.*`: what other params tell, and what is no choice
+TOLD = ("name", "python", "version", "compile", "memory_format", "replicas_per_rank", "started_by")
 LOG_HEAD, LOG_TAIL = 64_000, 1_000_000  # bytes of a worker's log that become an artifact
 
 
@@ -54,6 +58,7 @@ def params(state: State) -> dict[str, str]:
         "precision": spec.precision,
         "compile": framework["compile"],
         "memory_format": framework["memory_format"],
+        "framework_settings": framework_settings(framework),
         "threads": place.threads if place else spec.threads or "",
         "optimizer": optimizer["name"],
         "learning_rate": optimizer["learning_rate"],
@@ -69,6 +74,14 @@ def params(state: State) -> dict[str, str]:
         "model_gflops": number(spec.network.training_flops / 1e9),
     }
     return {key: str(value) for key, value in values.items()}
+
+
+def framework_settings(framework: Mapping[str, Any]) -> str:
+    """What no param of its own tells of `framework.*`, where it is not the default: `autotune lstm=scan env.OMP_DYNAMIC=true`."""
+    usual = {one.name: one.default for kind in OWN_KEYS for one in fields(kind)}
+    chosen = {key: value for key, value in framework.items() if key not in TOLD and value != usual.get(key)}
+    chosen |= {f"env.{name}": value for name, value in sorted(chosen.pop("env", {}).items())}
+    return " ".join(key if value is True else f"{key}={value}" for key, value in chosen.items())
 
 
 def _framework_version(state: State) -> str:

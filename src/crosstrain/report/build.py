@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from crosstrain.report import figures, formats, published, tables
-from crosstrain.report.cells import Cell, cells_of, of_networks
+from crosstrain.report.cells import SETTINGS, Cell, cells_of, naming, of_networks
 from crosstrain.report.tables import Table
 from crosstrain.tracking.store import TrackedRun, Tracker
 
@@ -54,7 +54,8 @@ def of_runs(title: str, runs: Sequence[TrackedRun], tracker: Tracker | None) -> 
     studies = sorted({run.tags["study"] for run in runs if run.tags.get("study")})
     for study in studies:
         own = [cell for cell in cells if any(r.tags.get("study") == study for r in cell.runs)]
-        made += filter(None, [published.pretraining_of(own, study), published.table_of(own, study)])
+        if published.has(study):
+            made += filter(None, [published.pretraining_of(own, study), published.table_of(own, study)])
     return Report(title, _facts(runs, cells, studies), cells, made, figures.figures_of(cells, _curves(cells, tracker)))
 
 
@@ -73,11 +74,9 @@ def _facts(runs: Sequence[TrackedRun], cells: Sequence[Cell], studies: Sequence[
         f"frameworks: {', '.join(frameworks)}",
         f"sweep: {known('sweep', tags=True)}; crosstrain commit: {known('crosstrain_commit', tags=True) or 'not known'}",
     ]
-    if varied := of_networks(cells, tables.SETTINGS):
+    if varied := of_networks(cells, SETTINGS):
         settings = {
-            cell.facts["network"]: ", ".join(
-                tables.SETTINGS[key].format(cell.facts[key]) for key in varied if cell.facts[key] not in ("", None)
-            )
+            cell.facts["network"]: ", ".join(SETTINGS[key].format(cell.facts[key]) for key in varied if cell.facts[key] not in ("", None))
             for cell in cells
         }
         lines.append(f"settings: {'; '.join(f'{network}: {words}' for network, words in settings.items() if words)}")
@@ -95,13 +94,14 @@ def _facts(runs: Sequence[TrackedRun], cells: Sequence[Cell], studies: Sequence[
 def _curves(cells: Sequence[Cell], tracker: Tracker | None) -> dict[tuple[str, str], list[tuple[float, float, float]]]:
     """Test accuracy of each trained cell's first repeat: (epoch, accuracy, seconds since training began)."""
     trained = [cell for cell in cells if cell.value("accuracy") is not None and cell.facts["epochs"]]
+    settings = naming(trained)
     if tracker is None:
         return {}
     found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for cell in trained[:MOST_CURVES]:
         points = tracker.accuracy_over_time(cell.published[0].run_id)
         if points:
-            found[f"{cell.facts['framework']}, {cell.place}", cell.facts["network"]] = points
+            found[", ".join([cell.facts["framework"], cell.place, *settings(cell)]), cell.facts["network"]] = points
     return found
 
 

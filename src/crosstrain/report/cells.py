@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -12,9 +12,15 @@ from crosstrain.tracking.store import PUBLISHED, TrackedRun
 #: what a cell is: everything a user can choose except the repeat and the seed
 IDENTITY = (
     "framework", "framework_version", "network", "data", "data_placement", "task", "device", "device_name", "gpus", "replicas", "nodes",
-    "parallelism", "scaling", "batch_global", "batch_per_replica", "precision", "compile", "memory_format", "threads", "epochs",
-    "optimizer", "learning_rate", "momentum", "weight_decay", "target_accuracy",
+    "parallelism", "scaling", "batch_global", "batch_per_replica", "precision", "compile", "memory_format", "framework_settings", "threads",
+    "epochs", "optimizer", "learning_rate", "momentum", "weight_decay", "target_accuracy",
 )  # fmt: skip
+#: what may tell cells of one framework and network apart, and how it is named there
+SETTINGS = {
+    "framework_version": "{}", "device_name": "{}", "precision": "{}", "compile": "compile={}", "memory_format": "{}",
+    "framework_settings": "{}", "parallelism": "{}", "scaling": "{} scaling", "data": "{}", "data_placement": "data on {}",
+    "optimizer": "{}", "learning_rate": "lr {}", "momentum": "momentum {}", "weight_decay": "decay {}", "epochs": "{} epochs",
+}  # fmt: skip
 WHOLE = ("gpus", "replicas", "nodes", "batch_global", "batch_per_replica", "threads", "epochs")
 
 
@@ -28,7 +34,7 @@ class Cell:
     @property
     def published(self) -> list[TrackedRun]:
         """The repeats that have numbers."""
-        return [run for run in self.runs if run.tags.get("outcome") in PUBLISHED and "step_ms" in run.metrics]
+        return [run for run in self.runs if _has_numbers(run)]
 
     @property
     def outcome(self) -> str:
@@ -66,15 +72,33 @@ class Cell:
 
 
 def cells_of(runs: Iterable[TrackedRun]) -> list[Cell]:
-    """The cells, in the order in which they were first run. Report runs are left out."""
+    """The cells, in the order in which they were first run. Report runs are left out, and runs without numbers that were done again.
+
+    A run that ended before its framework was asked for its version counts for the version of the others, where these have one.
+    """
     found: dict[tuple[Any, ...], Cell] = {}
-    for run in sorted(runs, key=lambda run: run.start_ms):
-        if run.tags.get("kind") == "report":
-            continue
+    measured = sorted((run for run in runs if run.tags.get("kind") != "report"), key=lambda run: run.start_ms)
+    versions: dict[str, set[str]] = {}
+    for run in measured:
+        versions.setdefault(run.params["framework"], set()).update(filter(None, [run.params.get("framework_version")]))
+    for run in measured:
         known = {**run.params, "nodes": run.tags.get("nodes", "1")}  # a tag; older runs have none
+        if not known.get("framework_version") and len(versions[run.params["framework"]]) == 1:
+            known["framework_version"] = min(versions[run.params["framework"]])
         facts = {key: _fact(key, known.get(key, "")) for key in IDENTITY}
         found.setdefault(tuple(facts.values()), Cell(facts)).runs.append(run)
+    for cell in found.values():
+        cell.runs = [run for number, run in enumerate(cell.runs) if not _done_again(run, cell.runs[number + 1 :])]
     return list(found.values())
+
+
+def _done_again(run: TrackedRun, later: Iterable[TrackedRun]) -> bool:
+    """Whether a run without numbers is followed by one of the same repeat."""
+    return not _has_numbers(run) and any(other.params.get("repeat") == run.params.get("repeat") for other in later)
+
+
+def _has_numbers(run: TrackedRun) -> bool:
+    return run.tags.get("outcome") in PUBLISHED and "step_ms" in run.metrics
 
 
 def _fact(key: str, text: str) -> Any:
@@ -84,8 +108,14 @@ def _fact(key: str, text: str) -> Any:
 
 
 def varying(cells: Sequence[Cell], keys: Iterable[str]) -> list[str]:
-    """Those of `keys` in which cells of the same framework and network differ: what a row has to name beside these."""
-    return [key for key in keys if _differs(cells, key, ("framework", "network"))]
+    """Those of `keys` in which cells of the same framework, network and kind of device differ: what a row has to name beside these."""
+    return [key for key in keys if _differs(cells, key, ("framework", "network", "device"))]
+
+
+def naming(cells: Sequence[Cell], but: Iterable[str] = ()) -> Callable[[Cell], list[str]]:
+    """What names of a cell the SETTINGS (all `but` some) in which these cells differ: `["bf16", "compile=on"]`."""
+    keys = varying(cells, [key for key in SETTINGS if key not in but])
+    return lambda cell: [SETTINGS[key].format(cell.facts[key]) for key in keys if cell.facts[key] not in ("", None)]
 
 
 def of_networks(cells: Sequence[Cell], keys: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from crosstrain import progress, statistics
 from crosstrain.errors import ConfigError
 from crosstrain.progress import number
-from crosstrain.report.cells import IDENTITY, Cell, cells_of
+from crosstrain.report.cells import IDENTITY, Cell, cells_of, naming
 from crosstrain.tracking.store import TrackedRun, Tracker
 from crosstrain.tracking.view import store_arguments, tracker_of
 
@@ -34,11 +34,11 @@ class Side:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return tuple(self.facts[key] for key in IDENTITY if key not in FREE)
+        return tuple(self.facts.get(key, "") for key in IDENTITY if key not in FREE)  # an older file lacks a key
 
-    @property
-    def name(self) -> str:
-        return f"{self.facts['network']} {self.facts['framework']}, {Cell(self.facts).place}, batch {self.facts['batch_global']}"
+    def name(self, settings: Iterable[str] = ()) -> str:
+        framework = " ".join([self.facts["framework"], *settings])
+        return f"{self.facts['network']} {framework}, {Cell(self.facts).place}, batch {self.facts['batch_global']}"
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def side_of(name: str, tracker: Tracker) -> list[Side]:
         if other is not side:
             different = next(key for key in FREE if side.facts[key] != other.facts[key])
             values = " and ".join(str(one.facts[different]) for one in (other, side))
-            raise ConfigError(f"{name}: {side.name} is there with {different} {values}; add ,{different}=… to choose one")
+            raise ConfigError(f"{name}: {side.name()} is there with {different} {values}; add ,{different}=… to choose one")
     return sides
 
 
@@ -141,19 +141,20 @@ def _load(path: Path) -> list[Side]:
 def compare(a: Sequence[Side], b: Sequence[Side]) -> list[Verdict]:
     """The verdict on each cell of either side."""
     ours, theirs = {side.key: side for side in a}, {side.key: side for side in b}
-    return [_verdict(ours.get(key), theirs.get(key)) for key in dict.fromkeys([*ours, *theirs])]
+    facts = {key: {**dict.fromkeys(IDENTITY, ""), **side.facts} for key, side in {**theirs, **ours}.items()}
+    settings = naming([Cell(one) for one in facts.values()], but=FREE)
+    names = {key: Side(one, [], "").name(settings(Cell(one))) for key, one in facts.items()}
+    return [_verdict(names[key], ours.get(key), theirs.get(key)) for key in dict.fromkeys([*ours, *theirs])]
 
 
-def _verdict(a: Side | None, b: Side | None) -> Verdict:
-    one = a or b
-    assert one is not None
+def _verdict(name: str, a: Side | None, b: Side | None) -> Verdict:
     times = [median(side.step_ms) if side is not None and side.step_ms else None for side in (a, b)]
     if a is None or b is None or times[0] is None or times[1] is None:
-        words = [f"{name}: {'not there' if side is None else side.outcome}" for name, side in (("A", a), ("B", b))]
-        return Verdict(one.name, times[0], times[1], None, None, None, False, ", ".join(words))
+        words = [f"{letter}: {'not there' if side is None else side.outcome}" for letter, side in (("A", a), ("B", b))]
+        return Verdict(name, times[0], times[1], None, None, None, False, ", ".join(words))
     found = statistics.compare(a.step_ms, b.step_ms)
-    flagged = "".join(f"; {name} is {side.outcome}" for name, side in (("A", a), ("B", b)) if side.outcome != "ok")
-    return Verdict(one.name, times[0], times[1], found.ratio, found.low, found.high, found.p is not None, found.verdict + flagged)
+    flagged = "".join(f"; {letter} is {side.outcome}" for letter, side in (("A", a), ("B", b)) if side.outcome != "ok")
+    return Verdict(name, times[0], times[1], found.ratio, found.low, found.high, found.p is not None, found.verdict + flagged)
 
 
 def gate(verdicts: Iterable[Verdict], limit: float) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from crosstrain.report.cells import Cell
+from crosstrain.report.cells import Cell, naming
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 STYLES = ("-", "--", ":", "-.")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = "osD^vP*X"
+#: more lines than this have their legend below the panel, more rows are left out of a figure
+MOST_INSIDE, MOST_ROWS = 5, 120
 #: (framework, network) → [(epoch, accuracy, seconds of training)]
 Curves = Mapping[tuple[str, str], Sequence[tuple[float, float, float]]]
 
@@ -63,18 +65,18 @@ def _label(cell: Cell) -> str:
 def _lines(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
     """Cells of one line: the same framework, place and settings."""
     lines: dict[str, list[Cell]] = {}
-    keys = ("precision", "compile", "memory_format", "parallelism", "framework_version")
-    more = [key for key in keys if _splits(cells, key)]
+    settings = naming(cells)
     for cell in cells:
-        lines.setdefault(" ".join([_label(cell), *(str(cell.facts[key]) for key in more)]), []).append(cell)
-    return lines
+        lines.setdefault(" ".join([_label(cell), *settings(cell)]), []).append(cell)
+    return dict(sorted(lines.items()))
 
 
-def _splits(cells: Sequence[Cell], key: str) -> bool:
-    known: dict[str, set[Any]] = {}
-    for cell in cells:
-        known.setdefault(cell.facts["framework"], set()).add(cell.facts[key])
-    return any(len(values) > 1 for values in known.values())
+def _by_name(cells: Sequence[Cell]) -> list[tuple[str, Cell]]:
+    """The cells with names that tell them apart, those of a network and a framework together."""
+    settings = naming(cells)
+    named = [(" ".join([_panel(cell), _label(cell), *settings(cell)]), cell) for cell in cells]
+    named.sort(key=lambda one: (_panel(one[1]), one[1].facts["framework"], one[0], one[1].facts["batch_global"] or 0))
+    return [(f"{name}, batch {cell.facts['batch_global']}", cell) for name, cell in named]
 
 
 def _by_batch(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figure | None:
@@ -85,16 +87,19 @@ def _by_batch(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figu
     panels = {title: own for title, own in panels.items() if any(len(_batches(line)) > 1 for line in _lines(own).values())}
     if not panels:
         return None
-    figure, axes = _grid(list(panels))
+    most = max(len(_lines(own)) for own in panels.values())
+    figure, axes = _grid(list(panels), height=2.9 + 0.08 * most * (most > MOST_INSIDE))
     for axis, own in zip(axes, panels.values(), strict=True):
+        lines = _lines(own)
         of_framework: dict[str, int] = {}
-        for label, line in sorted(_lines(own).items()):
+        for label, line in lines.items():
             name = line[0].facts["framework"]
-            style = STYLES[of_framework.setdefault(name, 0) % len(STYLES)]
+            number = of_framework.setdefault(name, 0)
             of_framework[name] += 1
             line.sort(key=lambda cell: cell.facts["batch_global"] or 0)
             y = [cell.value("step_ms") or 0.0 for cell in line]
-            axis.plot(_batches(line), y, style, label=label, linewidth=1.2, **look[name])
+            marker = MARKERS[(MARKERS.index(look[name]["marker"]) + number) % len(MARKERS)]  # a line may be one point
+            axis.plot(_batches(line), y, STYLES[number % len(STYLES)], label=label, linewidth=1.2, **{**look[name], "marker": marker})
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
@@ -104,7 +109,10 @@ def _by_batch(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figu
         axis.set_ylabel("ms per iteration", fontsize=8)
         ticks = sorted({b for cell in own for b in [cell.facts["batch_global"]] if b})
         axis.set_xticks(ticks, [str(t) for t in ticks])
-        axis.legend(fontsize=7)
+        if len(lines) > MOST_INSIDE:
+            axis.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+        else:
+            axis.legend(fontsize=7)
     return figure
 
 
@@ -128,16 +136,18 @@ def _speedup(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figur
         own = [cell for cell in scaled if _panel(cell) == network]
         most = max(cell.facts["replicas"] or 1 for cell in own)
         axis.plot([1, most], [1, most], "--", color="0.6", linewidth=1, label="ideal")
-        lines: dict[tuple[str, str, str, int], list[Cell]] = {}
+        settings = naming(own, but=("parallelism", "scaling"))
+        lines: dict[tuple[str, str, str, int, str], list[Cell]] = {}
         for cell in own:
             if (cell.facts["replicas"] or 1) > 1:
                 batch = cell.facts["batch_per_replica" if cell.facts["scaling"] == "weak" else "batch_global"] or 0
-                lines.setdefault((cell.facts["framework"], cell.facts["parallelism"], cell.facts["scaling"], batch), []).append(cell)
-        batches = {batch for _, _, _, batch in lines}
-        for (name, way, kind, batch), line in sorted(lines.items()):
+                line_of = (cell.facts["framework"], cell.facts["parallelism"], cell.facts["scaling"], batch, " ".join(settings(cell)))
+                lines.setdefault(line_of, []).append(cell)
+        batches = {batch for _, _, _, batch, _ in lines}
+        for (name, way, kind, batch, named), line in sorted(lines.items()):
             # one device has the speed-up 1
             points = {1: 1.0} | {cell.facts["replicas"] or 1: cell.value("speedup") or 0.0 for cell in line}
-            more = [way] * (way != "native") + [kind] * (kind == "weak") + [f"batch {batch}"] * (len(batches) > 1)
+            more = [way] * (way != "native") + [kind] * (kind == "weak") + [named] * bool(named) + [f"batch {batch}"] * (len(batches) > 1)
             x = sorted(points)
             style = STYLES[(sorted(batches).index(batch) + 2 * (way != "native")) % len(STYLES)]
             axis.plot(x, [points[n] for n in x], style, label=" ".join([name, *more]), linewidth=1.2, **look[name])
@@ -174,24 +184,33 @@ def _accuracy(curves: Curves, look: Mapping[str, dict[str, Any]]) -> Figure | No
 
 def _distribution(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figure | None:
     """Time of single iterations: median, the middle 90 % and the 99 % of each cell, in units of its median."""
-    known = [cell for cell in cells if cell.value("step_ms_p5") is not None and cell.value("step_sync_ms")][:40]
+    known = [cell for cell in cells if cell.value("step_ms_p5") is not None and cell.value("step_sync_ms")]
     if not known:
         return None
-    figure, (axis,) = _grid([""], height=0.26 * len(known) + 0.9)
-    figure.set_figwidth(8)
-    axis.set_title("single iterations: 5 % to 95 % (thick), to 99 % (thin), in units of the cell's median", fontsize=9)
-    labels = []
-    for row, cell in enumerate(reversed(known)):
+    title = "single iterations: 5 % to 95 % (thick), to 99 % (thin), in units of the cell's median"
+    figure, axis, rows = _rows(known, title, "time / median")
+    for row, cell in enumerate(rows):
         middle = cell.value("step_sync_ms") or 1.0
         low, high, most = ((cell.value(f"step_ms_p{p}") or middle) / middle for p in (5, 95, 99))
         colour = look[cell.facts["framework"]]["color"]
         axis.plot([low, high], [row, row], color=colour, linewidth=5, solid_capstyle="butt")
         axis.plot([high, most], [row, row], color=colour, linewidth=1)
         axis.plot([1], [row], "|", color="white", markersize=8)
-        labels.append(f"{_panel(cell)} {_label(cell)}, batch {cell.facts['batch_global']}")
-    axis.set_yticks(range(len(labels)), labels, fontsize=7)
-    axis.set_xlabel("time / median", fontsize=8)
     return figure
+
+
+def _rows(cells: Sequence[Cell], title: str, words: str) -> tuple[Figure, Axes, list[Cell]]:
+    """A figure with a named row for each cell, and the cells from the lowest row up. It says how many it has no room for."""
+    named = _by_name(cells)
+    shown = list(reversed(named[:MOST_ROWS]))
+    figure, (axis,) = _grid([""], height=0.2 * len(shown) + 0.9)
+    figure.set_figwidth(8)
+    left_out = f"\n(the first {len(shown)} of {len(named)} cells)" if len(named) > len(shown) else ""
+    axis.set_title(title + left_out, fontsize=9)
+    axis.set_yticks(range(len(shown)), [name for name, _ in shown], fontsize=7)
+    axis.set_ylim(-0.7, len(shown) - 0.3)
+    axis.set_xlabel(words, fontsize=8)
+    return figure, axis, [cell for _, cell in shown]
 
 
 def _memory(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figure | None:
@@ -199,25 +218,20 @@ def _memory(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figure
 
 
 def _bars(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]], metric: str, words: str, title: str) -> Figure | None:
-    known = [cell for cell in cells if cell.value(metric)][:40]
+    known = [cell for cell in cells if cell.value(metric)]
     if not known:
         return None
-    figure, (axis,) = _grid([""], height=0.26 * len(known) + 0.9)
-    figure.set_figwidth(8)
-    axis.set_title(title, fontsize=9)
-    rows = list(reversed(known))
+    figure, axis, rows = _rows(known, title, words)
     axis.barh(range(len(rows)), [cell.value(metric) or 0 for cell in rows], color=[look[cell.facts["framework"]]["color"] for cell in rows])
-    labels = [f"{_panel(cell)} {_label(cell)}, batch {cell.facts['batch_global']}" for cell in rows]
-    axis.set_yticks(range(len(rows)), labels, fontsize=7)
-    axis.set_xlabel(words, fontsize=8)
     return figure
 
 
 def _forward_and_gradient(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figure | None:
     """The time of a forward pass and of the gradients (which holds a forward pass), side by side, a panel for each network."""
     pairs: dict[str, dict[str, dict[str, float]]] = {}
+    settings = naming(cells)
     for cell in cells:
-        name = f"{_label(cell)}, batch {cell.facts['batch_global']}"
+        name = " ".join([f"{_label(cell)}, batch {cell.facts['batch_global']}", *settings(cell)])
         pairs.setdefault(cell.facts["network"], {}).setdefault(name, {})[cell.facts["task"]] = cell.value("step_ms") or 0.0
     pairs = {network: {k: v for k, v in own.items() if {"forward", "gradient"} <= set(v)} for network, own in pairs.items()}
     pairs = {network: own for network, own in pairs.items() if own}

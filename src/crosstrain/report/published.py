@@ -23,6 +23,11 @@ def read() -> list[dict[str, str]]:
         return list(csv.DictReader(source))
 
 
+def has(study: str) -> bool:
+    """Whether a study's authors, or others after them, have published any number."""
+    return any(row["study"] == study.split("_")[0] for row in read())
+
+
 def substitute(cell: Cell) -> str:
     """What this cell's data stands for, in words; "" where it is the study's own, or synthetic."""
     network, data = cell.facts["network"].split(" ")[0], cell.facts["data"]

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from crosstrain import statistics
 from crosstrain.progress import number
-from crosstrain.report.cells import Cell, varying
+from crosstrain.report.cells import Cell, naming
 
-#: what may tell rows of one framework apart, and how it is named there
-SETTINGS = {
-    "framework_version": "{}", "precision": "{}", "compile": "compile={}", "memory_format": "{}", "parallelism": "{}",
-    "scaling": "{} scaling", "data": "{}", "data_placement": "data on {}", "optimizer": "{}", "learning_rate": "lr {}",
-    "momentum": "momentum {}", "weight_decay": "decay {}", "epochs": "{} epochs",
-}  # fmt: skip
 TASKS = {"training": "Training", "gradient": "Gradients (forward and backward, no update)", "forward": "Forward (inference)"}
 
 
@@ -91,11 +86,10 @@ def tables_of(cells: Sequence[Cell]) -> list[Table]:
 def table_of(cells: Sequence[Cell], measure: Measure, title: str) -> Table:
     """One table. The columns are batch sizes where those vary within a network and framework, else places (threads, GPUs)."""
     by_batch = bool(_varies(cells, "batch_global")) and not _scaled(cells)
-    settings = varying(cells, SETTINGS)
+    settings = naming(cells)
 
     def row_names(cell: Cell) -> tuple[str, ...]:
-        named = [SETTINGS[key].format(cell.facts[key]) for key in settings if cell.facts[key] not in ("", None)]
-        framework = " ".join([cell.facts["framework"], *named])
+        framework = " ".join([cell.facts["framework"], *settings(cell)])
         return (cell.facts["network"], cell.place if by_batch else _batch(cell), framework)
 
     def column(cell: Cell) -> tuple[Any, str]:
@@ -110,7 +104,7 @@ def table_of(cells: Sequence[Cell], measure: Measure, title: str) -> Table:
     names = sorted(rows, key=lambda row: (row[0], _first_number(row[1]), row[2]))
     notes: list[str] = []
     best = _best(rows, columns, measure, notes)
-    entries = [(list(row), [_entry(rows[row].get(c), measure, (row, c) in best, notes) for c in columns]) for row in names]
+    entries = [(list(row), [_entry(rows[row].get(c), measure, (row, c) in best, notes, row) for c in columns]) for row in names]
     entries = [(row, cells_of_row) for row, cells_of_row in entries if any(entry.text for entry in cells_of_row)]
     heads = ["network", "device" if by_batch else "batch", "framework"]
     return Table(title, heads, [f"batch {text}" if by_batch else text for _, text in columns], entries, notes)
@@ -140,7 +134,7 @@ def _first_number(text: str) -> float:
     return float(digits) if digits.isdigit() else 0.0
 
 
-def _entry(cell: Cell | None, measure: Measure, best: bool, notes: list[str]) -> Entry:
+def _entry(cell: Cell | None, measure: Measure, best: bool, notes: list[str], row: tuple[str, ...]) -> Entry:
     if cell is None:
         return Entry("")
     value, outcome = cell.value(measure.metric), cell.outcome
@@ -149,35 +143,36 @@ def _entry(cell: Cell | None, measure: Measure, best: bool, notes: list[str]) ->
     text = measure.shown(value)
     if outcome != "ok":
         text += f" ({outcome})"
-        note = f"{cell.facts['network']} {cell.facts['framework']}, {cell.place}: {outcome}: {cell.reason}"
+        note = f"{row[0]} {row[2]}, {cell.place}, batch {cell.facts['batch_global']}: {outcome}: {cell.reason}"
         if measure.metric == "step_ms" and note not in notes:  # said once, under the times
             notes.append(note)
     return Entry(text, best)
 
 
 def _best(rows: dict[Any, dict[Any, Cell]], columns: Sequence[Any], measure: Measure, notes: list[str]) -> set[tuple[Any, Any]]:
-    """The fastest of each network, batch and column, and those that are not shown to be slower. Flagged runs are never best."""
+    """The fastest of each network, batch, precision and column, and those that are not shown to be slower. Flagged runs are never best."""
     if measure.lower is None:
         return set()
     found = set()
     untested = False
-    for group in {row[:2] for row in rows}:
-        for column in columns:
-            ranked = sorted(
-                ((median_of, row, cell) for row in rows if row[:2] == group and (cell := rows[row].get(column)) is not None
-                 and cell.outcome == "ok" and (median_of := cell.value("step_ms")) is not None), key=lambda one: one[0]
-            )  # fmt: skip
-            if len(ranked) < 2:
-                continue
-            _, first_row, first = ranked[0]
-            found.add((first_row, column))
-            for _, row, other in ranked[1:]:
-                compared = statistics.compare(first.values("step_ms"), other.values("step_ms"))
-                untested = untested or compared.p is None
-                if compared.p is not None and compared.faster is None:
-                    found.add((row, column))
-                    text = f"{' '.join(filter(None, group))}, {column[1]}: no difference shown between {first_row[2]} and {row[2]}"
-                    notes.append(f"{text} (p = {compared.p:.2g}, {100 * abs(compared.ratio - 1):.2g} %)")
+    precisions = sorted({cell.facts["precision"] for line in rows.values() for cell in line.values()})
+    for group, column, precision in itertools.product(sorted({row[:2] for row in rows}), columns, precisions):
+        ranked = sorted(
+            ((median_of, row, cell) for row in rows if row[:2] == group and (cell := rows[row].get(column)) is not None
+             and cell.facts["precision"] == precision and cell.outcome == "ok" and (median_of := cell.value("step_ms")) is not None),
+            key=lambda one: one[0],
+        )  # fmt: skip
+        if len(ranked) < 2:
+            continue
+        _, first_row, first = ranked[0]
+        found.add((first_row, column))
+        for _, row, other in ranked[1:]:
+            compared = statistics.compare(first.values("step_ms"), other.values("step_ms"))
+            untested = untested or compared.p is None
+            if compared.p is not None and compared.faster is None:
+                found.add((row, column))
+                text = f"{' '.join(filter(None, group))}, {column[1]}: no difference shown between {first_row[2]} and {row[2]}"
+                notes.append(f"{text} (p = {compared.p:.2g}, {100 * abs(compared.ratio - 1):.2g} %)")
     if untested and found:
         notes.append("bold: the smallest median; whether it is faster was not tested (needs repeat=1,…,5)")
     return found
