@@ -91,15 +91,10 @@ def _by_batch(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figu
     figure, axes = _grid(list(panels), height=2.9 + 0.08 * most * (most > MOST_INSIDE))
     for axis, own in zip(axes, panels.values(), strict=True):
         lines = _lines(own)
-        of_framework: dict[str, int] = {}
-        for label, line in lines.items():
-            name = line[0].facts["framework"]
-            number = of_framework.setdefault(name, 0)
-            of_framework[name] += 1
+        styles = _told_apart(list(lines), look)
+        for (label, line), style in zip(lines.items(), styles, strict=True):
             line.sort(key=lambda cell: cell.facts["batch_global"] or 0)
-            y = [cell.value("step_ms") or 0.0 for cell in line]
-            marker = MARKERS[(MARKERS.index(look[name]["marker"]) + number) % len(MARKERS)]  # a line may be one point
-            axis.plot(_batches(line), y, STYLES[number % len(STYLES)], label=label, linewidth=1.2, **{**look[name], "marker": marker})
+            axis.plot(_batches(line), [cell.value("step_ms") or 0.0 for cell in line], label=label, linewidth=1.2, **style)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
@@ -114,6 +109,18 @@ def _by_batch(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figu
         else:
             axis.legend(fontsize=7)
     return figure
+
+
+def _told_apart(names: Sequence[str], look: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """How lines whose names begin `framework, ` are drawn: those of one framework in its colour, with markers and dashes of their own."""
+    seen: dict[str, int] = {}
+    styles = []
+    for name in names:
+        own = look.get(name.split(",")[0], {"color": "black", "marker": MARKERS[0], "markersize": 5})
+        number = seen[own["color"]] = seen.get(own["color"], -1) + 1
+        marker = MARKERS[(MARKERS.index(own["marker"]) + number) % len(MARKERS)]  # a line may be one point
+        styles.append({**own, "marker": marker, "linestyle": STYLES[number % len(STYLES)]})
+    return styles
 
 
 def _panel(cell: Cell) -> str:
@@ -167,11 +174,9 @@ def _accuracy(curves: Curves, look: Mapping[str, dict[str, Any]]) -> Figure | No
     figure, axes = _grid([f"{network} over {what}" for network in networks for what in ("time", "epochs")])
     for index, network in enumerate(networks):
         by_time, by_epoch = axes[2 * index : 2 * index + 2]
-        for (name, own), points in sorted(curves.items()):
-            if own != network:
-                continue
+        own = {name: points for (name, of), points in sorted(curves.items()) if of == network}
+        for (name, points), style in zip(own.items(), _told_apart(list(own), look), strict=True):
             epochs, accuracy, seconds = zip(*points, strict=True)
-            style = look.get(name.split(",")[0], {"color": "black"})
             by_time.plot(seconds, [100 * a for a in accuracy], label=name, linewidth=1.2, **style)
             by_epoch.plot(epochs, [100 * a for a in accuracy], label=name, linewidth=1.2, **style)
         by_time.set_xlabel("seconds of training", fontsize=8)
