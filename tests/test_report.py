@@ -140,6 +140,14 @@ def test_cells_that_differ_in_anything_are_never_one(key: str, tmp_path: Path) -
     assert len(drawn) == 2, "and they look different"
 
 
+def test_no_cell_stands_in_place_of_another(tmp_path: Path) -> None:
+    """Not even where they differ in what no row is named by."""
+    tracker = new_store(tmp_path)
+    for threads, step_ms in ((4, 10.0), (16, 30.0)):
+        put(tracker, "s", step_ms, device="gpu", device_name="some GPU", gpus=1, threads=threads)
+    assert rows_of(report_of(tracker, "s").tables[0]) == {"torch": [("10", True)], "torch threads 16": [("30", False)]}
+
+
 def test_bold_is_the_fastest_of_its_precision(tmp_path: Path) -> None:
     tracker = new_store(tmp_path)
     for framework, fp32, bf16 in (("torch", 10.0, 6.0), ("jax", 9.0, 7.0)):

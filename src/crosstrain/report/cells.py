@@ -68,7 +68,7 @@ class Cell:
     @property
     def place_order(self) -> tuple[int, int, int]:
         gpus, replicas, threads = (self.facts.get(key) or 0 for key in ("gpus", "replicas", "threads"))
-        return gpus, replicas, threads
+        return gpus, replicas, 0 if gpus else threads  # as `place` names them
 
 
 def cells_of(runs: Iterable[TrackedRun]) -> list[Cell]:

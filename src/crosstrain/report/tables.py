@@ -9,7 +9,7 @@ from typing import Any
 
 from crosstrain import statistics
 from crosstrain.progress import number
-from crosstrain.report.cells import Cell, naming
+from crosstrain.report.cells import IDENTITY, Cell, naming
 
 TASKS = {"training": "Training", "gradient": "Gradients (forward and backward, no update)", "forward": "Forward (inference)"}
 
@@ -100,11 +100,15 @@ def table_of(cells: Sequence[Cell], measure: Measure, title: str) -> Table:
     columns = sorted({column(cell) for cell in cells})
     rows: dict[tuple[str, ...], dict[tuple[Any, str], Cell]] = {}
     for cell in cells:
-        rows.setdefault(row_names(cell), {})[column(cell)] = cell
-    names = sorted(rows, key=lambda row: (row[0], _first_number(row[1]), row[2]))
+        names, place = row_names(cell), column(cell)
+        if other := rows.get(names, {}).get(place):  # never one in place of another
+            apart = [f"{key} {cell.facts[key]}" for key in IDENTITY if cell.facts[key] != other.facts[key]]
+            names = (*names[:2], " ".join([names[2], *apart]))
+        rows.setdefault(names, {})[place] = cell
+    ordered = sorted(rows, key=lambda row: (row[0], _first_number(row[1]), row[2]))
     notes: list[str] = []
     best = _best(rows, columns, measure, notes)
-    entries = [(list(row), [_entry(rows[row].get(c), measure, (row, c) in best, notes, row) for c in columns]) for row in names]
+    entries = [(list(row), [_entry(rows[row].get(c), measure, (row, c) in best, notes, row) for c in columns]) for row in ordered]
     entries = [(row, cells_of_row) for row, cells_of_row in entries if any(entry.text for entry in cells_of_row)]
     heads = ["network", "device" if by_batch else "batch", "framework"]
     return Table(title, heads, [f"batch {text}" if by_batch else text for _, text in columns], entries, notes)
