@@ -15,7 +15,8 @@ PARAMS = {
     "device": "cpu", "device_name": "some CPU", "gpus": "0", "replicas": "1", "parallelism": "native", "scaling": "strong",
     "batch_global": "64", "batch_per_replica": "64", "precision": "fp32", "compile": "off", "memory_format": "contiguous",
     "framework_settings": "", "threads": "1",
-    "optimizer": "sgd", "learning_rate": "0.1", "momentum": "0.9", "weight_decay": "0.0", "epochs": "0", "seed": "0", "repeat": "1",
+    "optimizer": "sgd", "learning_rate": "0.1", "momentum": "0.9", "weight_decay": "0.0", "epochs": "0", "target_accuracy": "",
+    "seed": "0", "repeat": "1",
     "measure": "smoke", "study": "", "effort": "full", "parameters": "431080", "model_gflops": "0.01",
 }  # fmt: skip
 _clock = itertools.count(1_700_000_000_000, 1000)

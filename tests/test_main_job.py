@@ -19,7 +19,7 @@ from conftest import PUBLISHED, QUICK, TRAIN, Result, Train, run_train, store, s
 PARAMS = set(
     "framework framework_version network data data_placement task device device_name gpus replicas parallelism scaling "
     "batch_global batch_per_replica precision compile memory_format framework_settings threads optimizer learning_rate momentum "
-    "weight_decay epochs seed repeat measure study effort parameters model_gflops".split()
+    "weight_decay epochs target_accuracy seed repeat measure study effort parameters model_gflops".split()
 )
 TAGS = set("kind sweep study outcome outcome_reason parity run_key cell_key base_key overrides crosstrain_commit host driver".split())
 

@@ -113,39 +113,57 @@ def test_published_numbers_stand_beside_ours(filled: Tracker) -> None:
 TOLD_APART = {
     "precision": ("fp32", "bf16"),
     "framework_settings": ("", "lstm=scan"),
-    "device_name": ("some CPU", "another CPU"),
+    "device_name": ("some GPU", "another GPU"),
     "compile": ("off", "on"),
     "data_placement": ("host", "device"),
+    "target_accuracy": ("", "0.9"),
+    "threads": (4, 16),
 }
 
 
 @pytest.mark.parametrize("key", TOLD_APART)
 def test_cells_that_differ_in_anything_are_never_one(key: str, tmp_path: Path) -> None:
+    """In every table and figure both are there, with names and lines of their own. On GPUs: on the CPU threads are a place."""
     tracker = new_store(tmp_path)
+    gpu = {"device": "gpu", "device_name": "some GPU", "gpus": 1}
     for step_ms, value in zip((10.0, 30.0), TOLD_APART[key], strict=True):
-        put(tracker, "s", step_ms, framework="jax", accuracies=[0.5], epochs=1, **{key: value})
+        put(tracker, "s", step_ms, framework="jax", accuracies=[0.5], **{**gpu, "epochs": 1, key: value})
         for replicas in (1, 2):
-            speedup = {"speedup": replicas - step_ms / 100}
-            put(tracker, "s", step_ms / replicas, replicas=replicas, network="vgg_a", metrics=speedup, **{key: value})
+            facts = {**gpu, "gpus": replicas, "replicas": replicas, "network": "vgg_a", key: value}
+            put(tracker, "s", step_ms / replicas, metrics={"speedup": replicas - step_ms / 100}, **facts)
+        for batch in (8, 16):
+            put(tracker, "s", step_ms * batch, **{**gpu, "network": "overfeat", "batch_global": batch, key: value})
     report = report_of(tracker, "s")
-    times = [[entry.text for entry in entries] for names, entries in report.tables[0].rows if names[0] == "lenet"]
-    assert sorted(time for entries in times for time in entries if time) == ["10", "30"]
-    assert len({names[-1] for names, _ in report.tables[0].rows if names[0] == "lenet"}) == 2
+    times = [(names[-1], entry.text) for names, entries in report.tables[0].rows if names[0] == "lenet" for entry in entries if entry.text]
+    assert sorted(time for _, time in times) == ["10", "30"]
+    assert len({name for name, _ in times}) == 2
     for figure in ("memory", "distribution"):
         (axis,) = report.figures[figure].axes
         names = [label.get_text() for label in axis.get_yticklabels()]
-        assert len(set(names)) == len(names) == 6
-    assert len(report.figures["speedup"].axes[0].get_lines()) == 3  # the ideal, and one for each
-    drawn = {(line.get_marker(), line.get_linestyle()) for line in report.figures["accuracy"].axes[0].get_lines()}
-    assert len(drawn) == 2, "and they look different"
+        assert len(set(names)) == len(names) == 10
+    for figure, count in (("speedup", 3), ("accuracy", 2)):  # of the speed-up the ideal, too
+        drawn = report.figures[figure].axes[0].get_lines()
+        assert len({(line.get_marker(), line.get_linestyle()) for line in drawn}) == len({line.get_label() for line in drawn}) == count
+    (batches,) = (axis for axis in report.figures["time_by_batch"].axes if axis.get_title() == "overfeat")
+    assert sorted(line.get_ydata().tolist() for line in batches.get_lines()) == [[80, 160], [240, 480]]
 
 
-def test_no_cell_stands_in_place_of_another(tmp_path: Path) -> None:
-    """Not even where they differ in what no row is named by."""
+def test_curves_of_several_batches_are_several(tmp_path: Path) -> None:
     tracker = new_store(tmp_path)
-    for threads, step_ms in ((4, 10.0), (16, 30.0)):
-        put(tracker, "s", step_ms, device="gpu", device_name="some GPU", gpus=1, threads=threads)
-    assert rows_of(report_of(tracker, "s").tables[0]) == {"torch": [("10", True)], "torch threads 16": [("30", False)]}
+    for batch in (64, 128):
+        put(tracker, "s", 10.0, epochs=1, accuracies=[batch / 200], batch_global=batch)
+    lines = report_of(tracker, "s").figures["accuracy"].axes[0].get_lines()
+    assert {line.get_label(): line.get_ydata().tolist() for line in lines} == {
+        "torch, 1 thread, batch 64": [32], "torch, 1 thread, batch 128": [64],
+    }  # fmt: skip
+
+
+def test_speed_ups_of_other_places_are_other_lines(tmp_path: Path) -> None:
+    tracker = new_store(tmp_path)
+    for facts, speedup in (({"threads": 1}, 1.9), ({"threads": 2}, 1.2), ({"device": "gpu", "gpus": 2, "device_name": "some GPU"}, 1.5)):
+        put(tracker, "s", 10.0, replicas=2, metrics={"speedup": speedup}, **facts)
+    lines = report_of(tracker, "s").figures["speedup"].axes[0].get_lines()
+    assert sorted(line.get_ydata().tolist()[-1] for line in lines) == [1.2, 1.5, 1.9, 2]
 
 
 def test_bold_is_the_fastest_of_its_precision(tmp_path: Path) -> None:
@@ -153,26 +171,49 @@ def test_bold_is_the_fastest_of_its_precision(tmp_path: Path) -> None:
     for framework, fp32, bf16 in (("torch", 10.0, 6.0), ("jax", 9.0, 7.0)):
         put(tracker, "s", fp32, framework=framework)
         put(tracker, "s", bf16, framework=framework, precision="bf16")
+    put(tracker, "between", 10.0)
+    put(tracker, "between", 6.0, framework="jax", precision="bf16")
     assert rows_of(report_of(tracker, "s").tables[0]) == {
         "torch fp32": [("10", False)], "torch bf16": [("6", True)], "jax fp32": [("9", True)], "jax bf16": [("7", False)],
     }  # fmt: skip
+    assert rows_of(report_of(tracker, "between").tables[0]) == {"torch fp32": [("10", False)], "jax bf16": [("6", False)]}
 
 
 def test_a_run_that_was_done_again_counts_once(tmp_path: Path) -> None:
-    """As what it was at last; also where it ended before its framework told its version. A repeat that failed for good stays."""
+    """As what it was at last, also where it ended early; and the report says so. A repeat or seed that failed for good stays."""
     tracker = new_store(tmp_path)
-    put(tracker, "s", None, "interrupted", "stopped by SIGTERM", framework_version="")
+    early = dict.fromkeys(("framework_version", "device_name", "data_placement", "threads"), "")
+    put(tracker, "s", None, "interrupted", "stopped by SIGTERM", **early)
     put(tracker, "s", None, "crashed", "once")
     put(tracker, "s", 10.0)
-    put(tracker, "s", None, "crashed", "for good", framework_version="", repeat=2)
+    put(tracker, "s", None, "crashed", "for good", **early, repeat=2)
     put(tracker, "s", 20.0, network="vgg_a")
     put(tracker, "s", None, "crashed", "later", network="vgg_a")
-    lenet, vgg = cells_of(tracker.runs_of_sweep("s"))
+    put(tracker, "s", None, "diverged", "the loss is NaN", network="vgg_b", seed=1)
+    put(tracker, "s", 30.0, network="vgg_b", seed=2)
+    lenet, vgg_a, vgg_b = cells_of(tracker.runs_of_sweep("s"))
     assert (lenet.values("step_ms"), lenet.outcome, lenet.reason, len(lenet.runs)) == ([10.0], "crashed", "for good", 2)
-    assert (vgg.values("step_ms"), vgg.outcome) == ([20.0], "crashed"), "what failed last is not hidden by what was before"
-    put(tracker, "s", None, "interrupted", framework_version="2.14.0", network="vgg_b")
-    put(tracker, "s", None, "interrupted", framework_version="", network="vgg_b")
-    assert [cell.facts["framework_version"] for cell in cells_of(tracker.runs_of_sweep("s"))][-2:] == ["2.14.0", ""]
+    assert (vgg_a.values("step_ms"), vgg_a.outcome) == ([20.0], "crashed"), "what failed last is not hidden by what was before"
+    assert (vgg_b.values("step_ms"), vgg_b.outcome) == ([30.0], "diverged"), "another seed is no repetition"
+    assert "2 runs without numbers were done again and are left out" in report_of(tracker, "s").facts
+
+
+def test_what_ended_early_is_in_the_row_of_the_others(tmp_path: Path) -> None:
+    """Without a device's name, or a version, it is no row of its own; where it could be one of two it joins neither."""
+    tracker = new_store(tmp_path)
+    gpu = {"device": "gpu", "device_name": "some GPU", "threads": 8}
+    for gpus in (1, 2):
+        put(tracker, "s", 10.0 / gpus, **gpu, gpus=gpus, replicas=gpus)
+    early = dict.fromkeys(("framework_version", "device_name", "data_placement", "threads"), "")
+    put(tracker, "s", None, "unsupported", "there are 2 GPUs", **{**gpu, **early}, gpus=4, replicas=4)
+    assert rows_of(report_of(tracker, "s").tables[0]) == {"torch": [("10", False), ("5", False), ("unsupported", False)]}
+    for version in ("2.13.0", "2.14.0"):
+        put(tracker, "two", 10.0, framework_version=version)
+    put(tracker, "two", None, "crashed", "early", framework_version="")
+    assert [cell.outcome for cell in cells_of(tracker.runs_of_sweep("two"))] == ["ok", "ok", "crashed"]
+    put(tracker, "max", 10.0)
+    put(tracker, "max", None, "device_oom", "too large", batch_global="max")
+    assert [cell.outcome for cell in cells_of(tracker.runs_of_sweep("max"))] == ["ok", "device_oom"]
 
 
 def test_a_figure_says_what_it_has_no_room_for() -> None:
@@ -185,10 +226,32 @@ def test_a_figure_says_what_it_has_no_room_for() -> None:
     assert "first" not in axis.get_title() and axis.get_yticklabels()[-1].get_text() == "lenet torch, 1 thread, batch 1"
 
 
+def test_published_numbers_stand_beside_rows_that_are_told_apart(tmp_path: Path) -> None:
+    tracker = new_store(tmp_path)
+    for precision, times in (("fp32", (10.0, None, 10.0)), ("bf16", (1.0, 2.0, 4.0))):
+        for stage, step_ms in zip(("ae1", "ae2", "ae3"), times, strict=True):
+            network = f"autoencoder_small stage={stage}"
+            outcome = "ok" if step_ms else "device_oom"
+            put(tracker, "s", step_ms, outcome, task="gradient", network=network, precision=precision, study="bahrampour2016_autoencoder")
+    made = {table.title.split(",")[0]: table for table in report_of(tracker, "s").tables}
+    assert {names[-1]: entries[0].text for names, entries in made["Pre-training"].rows} == {"torch": "7"}, "no sum of two precisions"
+    ours = [(names[-1], entries[0].text) for names, entries in made["Published numbers beside ours"].rows if "ae1" in names[0]]
+    assert {("torch fp32", "10"), ("torch bf16", "1")} <= set(ours)
+
+
 def test_a_study_without_published_numbers_has_no_table_of_them(tmp_path: Path) -> None:
+    """And a report that is written where an older one was leaves nothing of it."""
     tracker = new_store(tmp_path)
     put(tracker, "s", 10.0, study="one_gpu")
-    assert not [table.title for table in report_of(tracker, "s").tables if "Published" in table.title]
+    report = report_of(tracker, "s")
+    assert not [table.title for table in report.tables if "Published" in table.title]
+    folder = tmp_path / "report"
+    folder.mkdir()
+    for name in ("table99.csv", "speedup.png", "notes.txt", "memory.xlsx"):
+        (folder / name).touch()
+    build.write(report, folder)
+    assert {"notes.txt", "memory.xlsx"} <= {path.name for path in folder.iterdir()}
+    assert not (folder / "table99.csv").exists() and not (folder / "speedup.png").exists()
 
 
 def test_what_differs_between_networks_only_is_said_once(tmp_path: Path) -> None:

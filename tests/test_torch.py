@@ -59,6 +59,7 @@ CONVOLUTIONS = [
     {"size": [3, 32, 32], "kernel": [7, 7], "padding": [3, 3, 3, 3], "last": True},
     {"size": [1, 13, 10], "kernel": [3, 3], "padding": [0, 0, 0, 0]},
     {"size": [4, 9, 11], "kernel": [4, 5], "padding": [1, 1, 2, 2]},
+    {"size": [3, 10, 9], "kernel": [3, 5], "padding": [1, 0, 2, 1]},
     {"size": [2, 15, 15], "kernel": [1, 2], "padding": [0, 0, 0, 0], "last": True},
 ]
 

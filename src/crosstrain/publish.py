@@ -65,6 +65,7 @@ def params(state: State) -> dict[str, str]:
         "momentum": optimizer["momentum"],
         "weight_decay": optimizer["weight_decay"],
         "epochs": spec.epochs,
+        "target_accuracy": "" if spec.target_accuracy is None else spec.target_accuracy,
         "seed": spec.seed,
         "repeat": spec.repeat,
         "measure": spec.measure["name"],
@@ -77,7 +78,7 @@ def params(state: State) -> dict[str, str]:
 
 
 def framework_settings(framework: Mapping[str, Any]) -> str:
-    """What no param of its own tells of `framework.*`, where it is not the default: `autotune lstm=scan env.OMP_DYNAMIC=true`."""
+    """Of `framework.*` what no param of its own tells, where it is switched on or chosen: `autotune lstm=scan env.OMP_DYNAMIC=true`."""
     usual = {one.name: one.default for kind in OWN_KEYS for one in fields(kind)}
     chosen = {key: value for key, value in framework.items() if key not in TOLD and value != usual.get(key)}
     chosen |= {f"env.{name}": value for name, value in sorted(chosen.pop("env", {}).items())}

@@ -84,6 +84,10 @@ def _facts(runs: Sequence[TrackedRun], cells: Sequence[Cell], studies: Sequence[
         lines.append(f"study: {', '.join(studies)}; effort: {known('effort')}")
         replaced = sorted({words for cell in cells if (words := published.substitute(cell))})
         lines += [f"substitute data, not comparable with the study: {'; '.join(replaced)}"] if replaced else []
+    if again := len(measured) - sum(len(cell.runs) for cell in cells):
+        lines.append(f"{again} runs without numbers were done again and are left out")
+    if (trained := len(_trained(cells))) > MOST_CURVES:
+        lines.append(f"accuracy over time: the first {MOST_CURVES} of {trained} cells")
     unproven = sorted({f"{run.params['framework']} {run.params['network']}" for run in measured
                        if run.tags.get("outcome") == "ok" and not run.tags.get("parity", "").startswith("proven")})  # fmt: skip
     if unproven:
@@ -91,10 +95,14 @@ def _facts(runs: Sequence[TrackedRun], cells: Sequence[Cell], studies: Sequence[
     return lines
 
 
+def _trained(cells: Sequence[Cell]) -> list[Cell]:
+    return [cell for cell in cells if cell.value("accuracy") is not None and cell.facts["epochs"]]
+
+
 def _curves(cells: Sequence[Cell], tracker: Tracker | None) -> dict[tuple[str, str], list[tuple[float, float, float]]]:
     """Test accuracy of each trained cell's first repeat: (epoch, accuracy, seconds since training began)."""
-    trained = [cell for cell in cells if cell.value("accuracy") is not None and cell.facts["epochs"]]
-    settings = naming(trained)
+    trained = _trained(cells)
+    settings = naming(trained, lambda cell: (cell.facts["network"], cell.facts["framework"], cell.place))
     if tracker is None:
         return {}
     found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
@@ -106,8 +114,12 @@ def _curves(cells: Sequence[Cell], tracker: Tracker | None) -> dict[tuple[str, s
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """Write all files of the report. Returns them, report.md and report.html first."""
+    """Write all files of the report; those of an older one there go. Returns them, report.md and report.html first."""
     folder.mkdir(parents=True, exist_ok=True)
+    for stem in ("table[0-9][0-9]", *CAPTIONS):
+        for old in folder.glob(f"{stem}.*"):
+            if old.suffix in (".csv", ".tex", ".png", ".svg"):
+                old.unlink()
     files = []
     for number, table in enumerate(report.tables, 1):
         stem = f"table{number:02d}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -20,13 +20,23 @@ SETTINGS = {
     "framework_version": "{}", "device_name": "{}", "precision": "{}", "compile": "compile={}", "memory_format": "{}",
     "framework_settings": "{}", "parallelism": "{}", "scaling": "{} scaling", "data": "{}", "data_placement": "data on {}",
     "optimizer": "{}", "learning_rate": "lr {}", "momentum": "momentum {}", "weight_decay": "decay {}", "epochs": "{} epochs",
+    "target_accuracy": "target {}",
+}  # fmt: skip
+#: what tables and figures have a place of their own for, and how it is named where that does not tell cells apart
+PLACES = {
+    "device": "on the {}", "threads": "{} threads", "nodes": "{} nodes", "batch_global": "batch {}", "batch_per_replica": "{} each",
+    "gpus": "{} GPUs", "replicas": "{} replicas", "task": "{}",
 }  # fmt: skip
 WHOLE = ("gpus", "replicas", "nodes", "batch_global", "batch_per_replica", "threads", "epochs")
+#: "" where a run ended before it was prepared, or before its framework was asked
+LATE = ("framework_version", "device_name", "data_placement", "threads")
+#: with those that older runs do not have: not known of every run
+UNSURE = (*LATE, "framework_settings", "target_accuracy")
 
 
 @dataclass
 class Cell:
-    """One choice. `facts`: its params, whole numbers as int (None where unknown); `runs`: its repeats, oldest first."""
+    """One choice. `facts`: its params, whole numbers as int, None where unknown; `runs`: its repeats, oldest first."""
 
     facts: dict[str, Any]
     runs: list[TrackedRun] = field(default_factory=list)
@@ -74,48 +84,81 @@ class Cell:
 def cells_of(runs: Iterable[TrackedRun]) -> list[Cell]:
     """The cells, in the order in which they were first run. Report runs are left out, and runs without numbers that were done again.
 
-    A run that ended before its framework was asked for its version counts for the version of the others, where these have one.
+    What a run does not tell (it ended early, or is older than a param) is that of the one cell that is the same in all else.
     """
     found: dict[tuple[Any, ...], Cell] = {}
-    measured = sorted((run for run in runs if run.tags.get("kind") != "report"), key=lambda run: run.start_ms)
-    versions: dict[str, set[str]] = {}
-    for run in measured:
-        versions.setdefault(run.params["framework"], set()).update(filter(None, [run.params.get("framework_version")]))
-    for run in measured:
+    for run in sorted((run for run in runs if run.tags.get("kind") != "report"), key=lambda run: run.start_ms):
         known = {**run.params, "nodes": run.tags.get("nodes", "1")}  # a tag; older runs have none
-        if not known.get("framework_version") and len(versions[run.params["framework"]]) == 1:
-            known["framework_version"] = min(versions[run.params["framework"]])
-        facts = {key: _fact(key, known.get(key, "")) for key in IDENTITY}
+        facts = {key: _fact(key, known.get(key)) for key in IDENTITY}
         found.setdefault(tuple(facts.values()), Cell(facts)).runs.append(run)
-    for cell in found.values():
+    cells = _joined(list(found.values()))
+    for cell in cells:
         cell.runs = [run for number, run in enumerate(cell.runs) if not _done_again(run, cell.runs[number + 1 :])]
-    return list(found.values())
+    return cells
+
+
+def _fact(key: str, text: str | None) -> Any:
+    if key in WHOLE:
+        return int(text) if text is not None and text.isdigit() else None
+    return None if key in LATE and not text else text
+
+
+def _joined(cells: list[Cell]) -> list[Cell]:
+    """Each cell with unknown facts together with the one that is the same in all that both know, where there is just one."""
+    unknown = {id(cell): sum(cell.facts[key] is None for key in UNSURE) for cell in cells}
+    kept: list[Cell] = []
+    for cell in sorted(cells, key=lambda cell: unknown[id(cell)]):
+        same = [other for other in kept if agree(cell.facts, other.facts)] if unknown[id(cell)] else []
+        if len(same) == 1:
+            same[0].runs = sorted([*same[0].runs, *cell.runs], key=lambda run: run.start_ms)
+        else:
+            kept.append(cell)
+    return sorted(kept, key=lambda cell: cell.runs[0].start_ms)
+
+
+def agree(some: Mapping[str, Any], others: Mapping[str, Any], keys: Iterable[str] = IDENTITY) -> bool:
+    """Whether two cells are the same in all of `keys` that both know."""
+    return all(some.get(key) == others.get(key) or (key in UNSURE and None in (some.get(key), others.get(key))) for key in keys)
 
 
 def _done_again(run: TrackedRun, later: Iterable[TrackedRun]) -> bool:
-    """Whether a run without numbers is followed by one of the same repeat."""
-    return not _has_numbers(run) and any(other.params.get("repeat") == run.params.get("repeat") for other in later)
+    """Whether a run without numbers is followed by one of the same repeat and seed."""
+    return not _has_numbers(run) and any(_repeat(other) == _repeat(run) for other in later)
+
+
+def _repeat(run: TrackedRun) -> tuple[str | None, str | None]:
+    return run.params.get("repeat"), run.params.get("seed")
 
 
 def _has_numbers(run: TrackedRun) -> bool:
     return run.tags.get("outcome") in PUBLISHED and "step_ms" in run.metrics
 
 
-def _fact(key: str, text: str) -> Any:
-    if key not in WHOLE:
-        return text
-    return int(text) if text.isdigit() else None
+def naming(
+    cells: Sequence[Cell], place: Callable[[Cell], Hashable] | None = None, but: Collection[str] = ()
+) -> Callable[[Cell], list[str]]:
+    """What names of a cell the SETTINGS (all `but` some) in which these cells differ: `["bf16", "compile=on"]`.
+
+    `place`: where a table or figure puts a cell. Where that and the SETTINGS do not tell two cells apart, more of them is named.
+    """
+    keys = [key for key in SETTINGS if key not in but and _differs(cells, key, _within(key))]
+
+    def names(cell: Cell) -> list[str]:
+        words = {**SETTINGS, **PLACES}
+        return [words[key].format(cell.facts[key]) for key in keys if cell.facts[key] not in ("", None)]
+
+    for key in PLACES if place else ():
+        at_place: dict[Any, list[Cell]] = {}
+        for cell in cells:
+            at_place.setdefault((place(cell), *names(cell)), []).append(cell)  # type: ignore[misc]
+        if any(_differs(those, key, ()) for those in at_place.values()):
+            keys.append(key)
+    return names
 
 
-def varying(cells: Sequence[Cell], keys: Iterable[str]) -> list[str]:
-    """Those of `keys` in which cells of the same framework, network and kind of device differ: what a row has to name beside these."""
-    return [key for key in keys if _differs(cells, key, ("framework", "network", "device"))]
-
-
-def naming(cells: Sequence[Cell], but: Iterable[str] = ()) -> Callable[[Cell], list[str]]:
-    """What names of a cell the SETTINGS (all `but` some) in which these cells differ: `["bf16", "compile=on"]`."""
-    keys = varying(cells, [key for key in SETTINGS if key not in but])
-    return lambda cell: [SETTINGS[key].format(cell.facts[key]) for key in keys if cell.facts[key] not in ("", None)]
+def _within(key: str) -> tuple[str, ...]:
+    """Precision tells frameworks apart, too: the fastest in bf16 is not the faster framework."""
+    return ("network", "device") if key == "precision" else ("framework", "network", "device")
 
 
 def of_networks(cells: Sequence[Cell], keys: Iterable[str]) -> list[str]:
@@ -126,5 +169,6 @@ def of_networks(cells: Sequence[Cell], keys: Iterable[str]) -> list[str]:
 def _differs(cells: Sequence[Cell], key: str, within: Sequence[str]) -> bool:
     known: dict[tuple[Any, ...], set[Any]] = {}
     for cell in cells:
-        known.setdefault(tuple(cell.facts[one] for one in within), set()).add(cell.facts[key])
+        if cell.facts[key] is not None:
+            known.setdefault(tuple(cell.facts[one] for one in within), set()).add(cell.facts[key])
     return any(len(values) > 1 for values in known.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -15,12 +15,13 @@ from rich.table import Table
 from crosstrain import progress, statistics
 from crosstrain.errors import ConfigError
 from crosstrain.progress import number
-from crosstrain.report.cells import IDENTITY, Cell, cells_of, naming
+from crosstrain.report.cells import IDENTITY, Cell, agree, cells_of, naming
 from crosstrain.tracking.store import TrackedRun, Tracker
 from crosstrain.tracking.view import store_arguments, tracker_of
 
 #: what two sides may differ in and still be the same cell
 FREE = ("framework_version", "device_name")
+KEYS = tuple(key for key in IDENTITY if key not in FREE)
 SLOWER, NOT_TESTED = 1, 4
 
 
@@ -34,11 +35,15 @@ class Side:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return tuple(self.facts.get(key, "") for key in IDENTITY if key not in FREE)  # an older file lacks a key
+        return tuple(self.facts.get(key) for key in KEYS)
 
-    def name(self, settings: Iterable[str] = ()) -> str:
-        framework = " ".join([self.facts["framework"], *settings])
-        return f"{self.facts['network']} {framework}, {Cell(self.facts).place}, batch {self.facts['batch_global']}"
+    @property
+    def cell(self) -> Cell:
+        return Cell({**dict.fromkeys(IDENTITY), **self.facts})  # an older file lacks a key
+
+    def name(self, settings: Callable[[Cell], list[str]]) -> str:
+        framework = " ".join([self.facts["framework"], *settings(self.cell)])
+        return f"{self.facts['network']} {framework}, {self.cell.place}, batch {self.facts['batch_global']}"
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,8 @@ def side_of(name: str, tracker: Tracker) -> list[Side]:
         if other is not side:
             different = next(key for key in FREE if side.facts[key] != other.facts[key])
             values = " and ".join(str(one.facts[different]) for one in (other, side))
-            raise ConfigError(f"{name}: {side.name()} is there with {different} {values}; add ,{different}=… to choose one")
+            settings = naming([side.cell for side in sides], but=FREE)
+            raise ConfigError(f"{name}: {side.name(settings)} is there with {different} {values}; add ,{different}=… to choose one")
     return sides
 
 
@@ -140,11 +146,24 @@ def _load(path: Path) -> list[Side]:
 
 def compare(a: Sequence[Side], b: Sequence[Side]) -> list[Verdict]:
     """The verdict on each cell of either side."""
-    ours, theirs = {side.key: side for side in a}, {side.key: side for side in b}
-    facts = {key: {**dict.fromkeys(IDENTITY, ""), **side.facts} for key, side in {**theirs, **ours}.items()}
-    settings = naming([Cell(one) for one in facts.values()], but=FREE)
-    names = {key: Side(one, [], "").name(settings(Cell(one))) for key, one in facts.items()}
-    return [_verdict(names[key], ours.get(key), theirs.get(key)) for key in dict.fromkeys([*ours, *theirs])]
+
+    def place(cell: Cell) -> tuple[Any, ...]:
+        return (cell.facts["network"], cell.facts["framework"], cell.place, cell.facts["batch_global"])
+
+    settings = naming([side.cell for side in (*a, *b)], place, but=FREE)
+    return [_verdict((one or other).name(settings), one, other) for one, other in _pairs(a, b)]  # type: ignore[union-attr]
+
+
+def _pairs(a: Sequence[Side], b: Sequence[Side]) -> list[tuple[Side | None, Side | None]]:
+    """The cells of both sides that are the same, then those of one side. What a side does not know (an older run) counts as the same."""
+    left = {side.key: side for side in b}
+    pairs: list[tuple[Side | None, Side | None]] = [(side, left.pop(side.key, None)) for side in a]
+    alone = [side for side, other in pairs if side and not other]
+    for at, (side, other) in enumerate(pairs):
+        fits = [one for one in left.values() if side and not other and agree(side.facts, one.facts, KEYS)]
+        if len(fits) == 1 and len([one for one in alone if agree(one.facts, fits[0].facts, KEYS)]) == 1:
+            pairs[at] = (side, left.pop(fits[0].key))
+    return [*pairs, *((None, side) for side in left.values())]
 
 
 def _verdict(name: str, a: Side | None, b: Side | None) -> Verdict:

@@ -1,4 +1,4 @@
-"""The figures of a report. Colours: Okabe and Ito's palette (2008), which colour-blind readers tell apart; markers differ as well."""
+"""The figures of a report. Colours, one for each framework: Okabe and Ito's palette (2008), which colour-blind readers tell apart."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _label(cell: Cell) -> str:
 def _lines(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
     """Cells of one line: the same framework, place and settings."""
     lines: dict[str, list[Cell]] = {}
-    settings = naming(cells)
+    settings = naming(cells, lambda cell: (_panel(cell), _label(cell), cell.facts["batch_global"]))
     for cell in cells:
         lines.setdefault(" ".join([_label(cell), *settings(cell)]), []).append(cell)
     return dict(sorted(lines.items()))
@@ -73,7 +73,7 @@ def _lines(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
 
 def _by_name(cells: Sequence[Cell]) -> list[tuple[str, Cell]]:
     """The cells with names that tell them apart, those of a network and a framework together."""
-    settings = naming(cells)
+    settings = naming(cells, lambda cell: (_panel(cell), _label(cell), cell.facts["batch_global"]))
     named = [(" ".join([_panel(cell), _label(cell), *settings(cell)]), cell) for cell in cells]
     named.sort(key=lambda one: (_panel(one[1]), one[1].facts["framework"], one[0], one[1].facts["batch_global"] or 0))
     return [(f"{name}, batch {cell.facts['batch_global']}", cell) for name, cell in named]
@@ -119,7 +119,8 @@ def _told_apart(names: Sequence[str], look: Mapping[str, dict[str, Any]]) -> lis
         own = look.get(name.split(",")[0], {"color": "black", "marker": MARKERS[0], "markersize": 5})
         number = seen[own["color"]] = seen.get(own["color"], -1) + 1
         marker = MARKERS[(MARKERS.index(own["marker"]) + number) % len(MARKERS)]  # a line may be one point
-        styles.append({**own, "marker": marker, "linestyle": STYLES[number % len(STYLES)]})
+        dashes = STYLES[(number + number // len(MARKERS)) % len(STYLES)]
+        styles.append({**own, "marker": marker, "linestyle": dashes})
     return styles
 
 
@@ -143,27 +144,37 @@ def _speedup(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figur
         own = [cell for cell in scaled if _panel(cell) == network]
         most = max(cell.facts["replicas"] or 1 for cell in own)
         axis.plot([1, most], [1, most], "--", color="0.6", linewidth=1, label="ideal")
-        settings = naming(own, but=("parallelism", "scaling"))
-        lines: dict[tuple[str, str, str, int, str], list[Cell]] = {}
-        for cell in own:
-            if (cell.facts["replicas"] or 1) > 1:
-                batch = cell.facts["batch_per_replica" if cell.facts["scaling"] == "weak" else "batch_global"] or 0
-                line_of = (cell.facts["framework"], cell.facts["parallelism"], cell.facts["scaling"], batch, " ".join(settings(cell)))
-                lines.setdefault(line_of, []).append(cell)
-        batches = {batch for _, _, _, batch, _ in lines}
-        for (name, way, kind, batch, named), line in sorted(lines.items()):
+        lines = _speedup_lines([cell for cell in own if (cell.facts["replicas"] or 1) > 1])
+        for (label, line), style in zip(lines.items(), _told_apart(list(lines), look), strict=True):
             # one device has the speed-up 1
             points = {1: 1.0} | {cell.facts["replicas"] or 1: cell.value("speedup") or 0.0 for cell in line}
-            more = [way] * (way != "native") + [kind] * (kind == "weak") + [named] * bool(named) + [f"batch {batch}"] * (len(batches) > 1)
             x = sorted(points)
-            style = STYLES[(sorted(batches).index(batch) + 2 * (way != "native")) % len(STYLES)]
-            axis.plot(x, [points[n] for n in x], style, label=" ".join([name, *more]), linewidth=1.2, **look[name])
+            axis.plot(x, [points[n] for n in x], label=label.replace(",", "", 1), linewidth=1.2, **style)
         axis.set_xticks(range(1, most + 1) if most <= 8 else sorted({cell.facts["replicas"] or 1 for cell in own}))
         axis.set_xlabel("devices", fontsize=8)
         axis.set_ylabel("speed-up", fontsize=8)
         axis.set_ylim(bottom=0)
         axis.legend(fontsize=7)
     return figure
+
+
+def _speedup_lines(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """Cells of one line: the same but for the number of devices. The batch is that of a replica where that stays the same."""
+
+    def batch(cell: Cell) -> int:
+        return cell.facts["batch_per_replica" if cell.facts["scaling"] == "weak" else "batch_global"] or 0
+
+    def way(cell: Cell) -> list[str]:
+        through, kind = cell.facts["parallelism"], cell.facts["scaling"]
+        return [through] * (through != "native") + [kind] * (kind == "weak") + [f"batch {batch(cell)}"] * several
+
+    several = len({batch(cell) for cell in cells}) > 1
+    settings = naming(cells, lambda cell: (cell.facts["framework"], *way(cell), cell.facts["replicas"]), but=("parallelism", "scaling"))
+    lines: dict[str, list[Cell]] = {}
+    for cell in cells:
+        more = [*way(cell), *settings(cell)]
+        lines.setdefault(f"{cell.facts['framework']}{',' * bool(more)} {' '.join(more)}".strip(), []).append(cell)
+    return dict(sorted(lines.items()))
 
 
 def _accuracy(curves: Curves, look: Mapping[str, dict[str, Any]]) -> Figure | None:
@@ -234,7 +245,7 @@ def _bars(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]], metric: str
 def _forward_and_gradient(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figure | None:
     """The time of a forward pass and of the gradients (which holds a forward pass), side by side, a panel for each network."""
     pairs: dict[str, dict[str, dict[str, float]]] = {}
-    settings = naming(cells)
+    settings = naming(cells, lambda cell: (cell.facts["network"], cell.facts["task"], _label(cell), cell.facts["batch_global"]))
     for cell in cells:
         name = " ".join([f"{_label(cell)}, batch {cell.facts['batch_global']}", *settings(cell)])
         pairs.setdefault(cell.facts["network"], {}).setdefault(name, {})[cell.facts["task"]] = cell.value("step_ms") or 0.0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from crosstrain.progress import number
-from crosstrain.report.cells import Cell
+from crosstrain.report.cells import Cell, naming
 from crosstrain.report.tables import Entry, Table
 
 FILE = Path(__file__).with_name("published.csv")
@@ -42,6 +43,7 @@ def table_of(cells: Sequence[Cell], study: str) -> Table:
     """
     rows: list[tuple[list[str], list[Entry]]] = []
     groups: dict[tuple[str, str, int], list[Cell]] = {}
+    settings = naming(cells, lambda cell: tuple(cell.facts[key] for key in ("network", "task", "batch_global", "framework")))
     for cell in cells:
         groups.setdefault((cell.facts["network"], cell.facts["task"], cell.facts["batch_global"] or 0), []).append(cell)
     for (network, task, batch), ours in groups.items():
@@ -55,7 +57,7 @@ def table_of(cells: Sequence[Cell], study: str) -> Table:
             theirs = "; ".join(f"{row['step_ms']} ({row['hardware']})" for row in own) or NONE
             if substitute(cell):
                 theirs = f"not compared: {substitute(cell)}"
-            rows.append(([*names, cell.facts["framework"]], [Entry(text), Entry(where), Entry(theirs)]))
+            rows.append(([*names, " ".join([cell.facts["framework"], *settings(cell)])], [Entry(text), Entry(where), Entry(theirs)]))
         ran = {cell.facts["framework"] for cell in ours} | {f"{cell.facts['framework']}7" for cell in ours}
         for row in known:
             if row["framework"].split(" ")[0] not in ran:
@@ -68,23 +70,26 @@ def table_of(cells: Sequence[Cell], study: str) -> Table:
 
 def pretraining_of(cells: Sequence[Cell], study: str) -> Table | None:
     """The stacked autoencoders' pre-training: the sum of its three stages' gradients, ours beside theirs. None without whole sums."""
-    groups: dict[tuple[str, str, int, str], dict[str, Cell]] = {}
+    groups: dict[tuple[Any, ...], dict[str, Cell]] = {}
     for cell in cells:
         network, _, stage = cell.facts["network"].partition(" stage=")
         if stage in STAGES and cell.facts["task"] == "gradient" and cell.value("step_ms") is not None:
-            batch = cell.facts["batch_global"] or 0
-            groups.setdefault((network, cell.facts["framework"], batch, cell.place), {}).setdefault(stage, cell)
+            groups.setdefault(tuple({**cell.facts, "network": network}.values()), {})[stage] = cell
+    whole = [stages for stages in groups.values() if len(stages) == len(STAGES)]
+    settings = naming([cell for stages in whole for cell in stages.values()], lambda cell: (cell.facts["network"], cell.place))
     rows: list[tuple[list[str], list[Entry]]] = []
-    for (network, framework, batch, place), stages in groups.items():
-        if len(stages) < len(STAGES):
-            continue
+    for stages in whole:
+        first = stages[STAGES[0]]
+        network, framework = first.facts["network"].partition(" stage=")[0], first.facts["framework"]
+        batch = first.facts["batch_global"] or 0
         known = [row for stage in STAGES for row in read() if _is(row, study, f"{network} stage={stage}", "gradient", batch)]
         own = [row for row in known if row["framework"] in (framework, framework + "7")]
         total = sum(float(row["step_ms"]) for row in own)
         theirs = f"{total:.1f} ({own[0]['hardware']})" if len(own) == len(STAGES) else NONE
         ours = number(sum(cell.value("step_ms") or 0.0 for cell in stages.values()))
         flags = sorted({cell.outcome for cell in stages.values()} - {"ok"})
-        rows.append(([network, str(batch), framework], [Entry(" ".join([ours, *flags])), Entry(place), Entry(theirs)]))
+        names = [network, str(batch), " ".join([framework, *settings(first)])]
+        rows.append((names, [Entry(" ".join([ours, *flags])), Entry(first.place), Entry(theirs)]))
     heads, columns = ["network", "batch", "framework"], ["ours, ms", "on", "published, ms"]
     return Table("Pre-training, the sum of its three stages", heads, columns, rows) if rows else None
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from crosstrain import statistics
 from crosstrain.progress import number
-from crosstrain.report.cells import IDENTITY, Cell, naming
+from crosstrain.report.cells import Cell, naming
 
 TASKS = {"training": "Training", "gradient": "Gradients (forward and backward, no update)", "forward": "Forward (inference)"}
 
 
 @dataclass
 class Entry:
-    """One place of a table. `best`: nothing in its column of the same network is shown to be faster."""
+    """One place of a table. `best`: nothing in its column of the same network and precision is shown to be faster."""
 
     text: str
     best: bool = False
@@ -86,11 +86,9 @@ def tables_of(cells: Sequence[Cell]) -> list[Table]:
 def table_of(cells: Sequence[Cell], measure: Measure, title: str) -> Table:
     """One table. The columns are batch sizes where those vary within a network and framework, else places (threads, GPUs)."""
     by_batch = bool(_varies(cells, "batch_global")) and not _scaled(cells)
-    settings = naming(cells)
 
-    def row_names(cell: Cell) -> tuple[str, ...]:
-        framework = " ".join([cell.facts["framework"], *settings(cell)])
-        return (cell.facts["network"], cell.place if by_batch else _batch(cell), framework)
+    def row(cell: Cell) -> tuple[str, str]:
+        return (cell.facts["network"], cell.place if by_batch else _batch(cell))
 
     def column(cell: Cell) -> tuple[Any, str]:
         if by_batch:
@@ -99,17 +97,14 @@ def table_of(cells: Sequence[Cell], measure: Measure, title: str) -> Table:
 
     columns = sorted({column(cell) for cell in cells})
     rows: dict[tuple[str, ...], dict[tuple[Any, str], Cell]] = {}
+    settings = naming(cells, lambda cell: (*row(cell), cell.facts["framework"], column(cell)))
     for cell in cells:
-        names, place = row_names(cell), column(cell)
-        if other := rows.get(names, {}).get(place):  # never one in place of another
-            apart = [f"{key} {cell.facts[key]}" for key in IDENTITY if cell.facts[key] != other.facts[key]]
-            names = (*names[:2], " ".join([names[2], *apart]))
-        rows.setdefault(names, {})[place] = cell
-    ordered = sorted(rows, key=lambda row: (row[0], _first_number(row[1]), row[2]))
+        rows.setdefault((*row(cell), " ".join([cell.facts["framework"], *settings(cell)])), {})[column(cell)] = cell
+    ordered = sorted(rows, key=lambda names: (names[0], _first_number(names[1]), names[2]))
     notes: list[str] = []
     best = _best(rows, columns, measure, notes)
-    entries = [(list(row), [_entry(rows[row].get(c), measure, (row, c) in best, notes, row) for c in columns]) for row in ordered]
-    entries = [(row, cells_of_row) for row, cells_of_row in entries if any(entry.text for entry in cells_of_row)]
+    entries = [(list(names), [_entry(rows[names].get(c), measure, (names, c) in best, notes, names) for c in columns]) for names in ordered]
+    entries = [(names, cells_of_row) for names, cells_of_row in entries if any(entry.text for entry in cells_of_row)]
     heads = ["network", "device" if by_batch else "batch", "framework"]
     return Table(title, heads, [f"batch {text}" if by_batch else text for _, text in columns], entries, notes)
 
@@ -178,5 +173,5 @@ def _best(rows: dict[Any, dict[Any, Cell]], columns: Sequence[Any], measure: Mea
                 text = f"{' '.join(filter(None, group))}, {column[1]}: no difference shown between {first_row[2]} and {row[2]}"
                 notes.append(f"{text} (p = {compared.p:.2g}, {100 * abs(compared.ratio - 1):.2g} %)")
     if untested and found:
-        notes.append("bold: the smallest median; whether it is faster was not tested (needs repeat=1,…,5)")
+        notes.append("bold: the smallest median of its precision; whether it is faster was not tested (needs repeat=1,…,5)")
     return found

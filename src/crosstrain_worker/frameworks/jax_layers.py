@@ -94,7 +94,7 @@ class Attention(nn.Module):
 class Network(nn.Module):
     """(N, …input shape) → (output, target): of the op `spec["output"]`, and of the op that is the target (None where none is).
 
-    `flash`: attention by cuDNN's fused kernels; `cudnn_lstm`: LSTMs by cuDNN's; `space_to_depth`: a convolution of the input on blocks.
+    `flash`: attention by cuDNN's fused kernels; `cudnn_lstm`: LSTMs by cuDNN's; `space_to_depth`: names of convolutions on blocks.
     """
 
     ops: tuple
@@ -103,7 +103,7 @@ class Network(nn.Module):
     dtype: jnp.dtype
     flash: bool
     cudnn_lstm: bool
-    space_to_depth: bool
+    space_to_depth: frozenset
 
     @nn.compact
     def __call__(self, x, training):
@@ -122,10 +122,22 @@ class Network(nn.Module):
 
 def network_of(spec, dtype, flash, cudnn_lstm, space_to_depth):
     """Raises Unsupported where `space_to_depth` can not be."""
-    if space_to_depth:
-        jax_space_to_depth.check(spec)
+    blocks = jax_space_to_depth.convolutions(spec) if space_to_depth else frozenset()
     target = spec["target"]["name"] if spec["target"]["kind"] == "op" else None
-    return Network(tuple(spec["ops"]), spec["output"], target, dtype, flash, cudnn_lstm, space_to_depth)
+    return Network(tuple(spec["ops"]), spec["output"], target, dtype, flash, cudnn_lstm, blocks)
+
+
+def initialized(network, example):
+    """(what Flax would initialise, as shapes; the classes of the layers that this calls) for an input of this shape."""
+    kinds = set()
+
+    def called(function, arguments, keywords, context):
+        kinds.add(type(context.module))
+        return function(*arguments, **keywords)
+
+    with nn.intercept_methods(called):
+        made = jax.eval_shape(lambda x: network.init(jax.random.key(0), x, False), example)
+    return dict(made), kinds
 
 
 def places_of(spec):
@@ -194,7 +206,7 @@ def tied_weight(layer, transpose):
 
 
 def conv2d(network, op, training):
-    if network.space_to_depth and op["inputs"] == ["input"]:
+    if op["name"] in network.space_to_depth:
         return jax_space_to_depth.conv2d(op, network.dtype)
     top, bottom, left, right = op["padding"]
     return nn.Conv(

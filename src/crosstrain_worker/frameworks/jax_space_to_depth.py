@@ -13,14 +13,15 @@ from .base import Unsupported
 REFUSAL = "jax: framework.space_to_depth=true takes a first convolution of stride 2 over at most 4 channels, not %s"
 
 
-def check(spec):
-    """Raises Unsupported where a network's first convolution can not be one over blocks."""
+def convolutions(spec):
+    """The names of the convolutions of a network's input. Raises Unsupported where there is none, or one can not be over blocks."""
     first = [op for op in spec["ops"] if op["op"] == "conv2d" and op["inputs"] == ["input"]]
     if not first:
         raise Unsupported(REFUSAL % "a network without a convolution of its input")
     for op in first:
         if spec["input"]["shape"][0] > 4 or op["groups"] != 1 or op["stride"] != [2, 2] or op["dilation"] != [1, 1]:
             raise Unsupported(REFUSAL % op["name"])
+    return frozenset(op["name"] for op in first)
 
 
 class SpaceToDepthConv(nn.Module):
@@ -53,7 +54,7 @@ class SpaceToDepthConv(nn.Module):
 
 
 def conv2d(op, dtype):
-    """The layer of an op that `check` accepts."""
+    """The layer of an op that `convolutions` names."""
     return SpaceToDepthConv(
         op["out_channels"], tuple(op["kernel"]), tuple(op["padding"]), tuple(op["shape"][1:]), op["bias"], dtype, name=op["name"]
     )

@@ -198,11 +198,11 @@ class Framework(Base):
         self.check_places()
 
     def check_places(self):
-        """Keep the shapes of what Flax would initialise; it must be what the spec names and nothing else."""
+        """Keep the shapes of what Flax would initialise, which must be what the spec names alone, and the classes of its layers."""
         shape = (1,) + tuple(self.spec["input"]["shape"])
         kind = "int32" if self.spec["input"]["kind"] == "tokens" else "float32"
         example = jax.eval_shape(layers.to_nhwc, jax.ShapeDtypeStruct(shape, kind))
-        made = dict(jax.eval_shape(lambda x: self.network.init(jax.random.key(0), x, False), example))
+        made, self.layers = layers.initialized(self.network, example)
         self.shapes = layers.flat(self.places, made, self.places)
         if len(jax.tree.leaves(made)) != len(self.shapes):
             raise ValueError("jax: Flax has %d arrays where the spec has %d" % (len(jax.tree.leaves(made)), len(self.shapes)))
@@ -362,8 +362,8 @@ class Framework(Base):
         }
         if any(op["op"] == "lstm" for op in self.spec["ops"]):
             found["lstm"] = "cudnn" if self.network.cudnn_lstm else "scan"
-        if self.network.space_to_depth:
-            found["space_to_depth"] = True
+        if self.settings.get("space_to_depth"):
+            found["space_to_depth"] = layers.jax_space_to_depth.SpaceToDepthConv in self.layers
         if not self.gpu:
             found["threads"] = jax_process.pool_threads() // self.here
         return found
