@@ -1,7 +1,7 @@
 """A training loop on a GPU as one writes it by hand in PyTorch, without crosstrain: what gpu_step.py compares the measured step with.
 
-Usage: <a Python with PyTorch> gpu_loop_torch.py NETWORK PRECISION BATCH COMPILE MEMORY_FORMAT SECONDS. Prints a JSON object: the medians
-over blocks of at least 0.5 s by the host's clock (`step_ms`) and between two CUDA events (`events_ms`), in milliseconds per iteration.
+Usage: <a Python with PyTorch> gpu_loop_torch.py NETWORK PRECISION BATCH COMPILE MEMORY_FORMAT SECONDS. Prints a JSON object: the median
+over blocks of at least 0.5 s (`step_ms`), in milliseconds per iteration.
 """
 
 import contextlib
@@ -108,29 +108,25 @@ class Loop:
         return loss
 
     def block(self, iterations):
-        """(seconds by the host's clock, seconds between CUDA events) of so many iterations."""
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        """Seconds of so many iterations."""
         torch.cuda.synchronize()
         start = time.perf_counter()
-        events[0].record()
         for _ in range(iterations):
             self.iteration()
-        events[1].record()
         torch.cuda.synchronize()
-        return time.perf_counter() - start, events[0].elapsed_time(events[1]) / 1000
+        return time.perf_counter() - start
 
 
 def measure(loop, seconds):
-    """{"step_ms", "events_ms", "first_s" (the first iteration, with compiling)}."""
-    first = loop.block(1)[0]
+    """{"step_ms", "first_s" (the first iteration, with compiling)}."""
+    first = loop.block(1)
     loop.block(20)
-    size = max(1, int(BLOCK_S / loop.block(5)[0] * 5) + 1)
+    size = max(1, int(BLOCK_S / loop.block(5) * 5) + 1)
     end = time.perf_counter() + seconds
     blocks = []
     while len(blocks) < 3 or time.perf_counter() < end:
-        blocks.append([1000 * value / size for value in loop.block(size)])
-    host, events = (statistics.median(column) for column in zip(*blocks, strict=True))
-    return {"step_ms": host, "events_ms": events, "first_s": first}
+        blocks.append(1000 * loop.block(size) / size)
+    return {"step_ms": statistics.median(blocks), "first_s": first}
 
 
 if __name__ == "__main__":

@@ -211,6 +211,7 @@ def test_what_ended_early_is_in_the_row_of_the_others(tmp_path: Path) -> None:
         put(tracker, "two", 10.0, framework_version=version)
     put(tracker, "two", None, "crashed", "early", framework_version="")
     assert [cell.outcome for cell in cells_of(tracker.runs_of_sweep("two"))] == ["ok", "ok", "crashed"]
+    assert "frameworks: torch 2.13.0, torch 2.14.0" in report_of(tracker, "two").facts
     put(tracker, "max", 10.0)
     put(tracker, "max", None, "device_oom", "too large", batch_global="max")
     assert [cell.outcome for cell in cells_of(tracker.runs_of_sweep("max"))] == ["ok", "device_oom"]

@@ -66,12 +66,12 @@ def _facts(runs: Sequence[TrackedRun], cells: Sequence[Cell], studies: Sequence[
     def known(key: str, tags: bool = False) -> str:
         return ", ".join(sorted({value for run in measured if (value := (run.tags if tags else run.params).get(key))}))
 
-    frameworks = sorted({f"{c.facts['framework']} {c.facts['framework_version']}".strip() for c in cells})
+    frameworks = sorted({f"{c.facts['framework']} {c.facts['framework_version']}" for c in cells if c.facts["framework_version"]})
     not_ok = [cell for cell in cells if cell.outcome != "ok"]
     lines = [
         f"{len(measured)} runs of {len(cells)} cells, {len(not_ok)} of them not ok",
         f"device: {known('device_name') or 'not known'}; host: {known('host', tags=True) or 'not known'}",
-        f"frameworks: {', '.join(frameworks)}",
+        f"frameworks: {', '.join(frameworks) or 'not known'}",
         f"sweep: {known('sweep', tags=True)}; crosstrain commit: {known('crosstrain_commit', tags=True) or 'not known'}",
     ]
     if varied := of_networks(cells, SETTINGS):

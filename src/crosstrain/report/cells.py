@@ -100,7 +100,9 @@ def cells_of(runs: Iterable[TrackedRun]) -> list[Cell]:
 def _fact(key: str, text: str | None) -> Any:
     if key in WHOLE:
         return int(text) if text is not None and text.isdigit() else None
-    return None if key in LATE and not text else text
+    if key in UNSURE:
+        return None if key in LATE and not text else text
+    return text or ""
 
 
 def _joined(cells: list[Cell]) -> list[Cell]:
