@@ -89,6 +89,7 @@ def test_each_way_to_compute_a_network_is_proven_by_itself(  # type: ignore[no-u
         result = train(*chosen, *arguments, f"--config-dir={own}", "data=synthetic", "epochs=0", *QUICK)
     tags = [run.data.tags["parity"] for run in result.runs]
     assert [tag.partition(":")[0] for tag in tags] == ["proven", "not proven"]
+    assert [run.data.params["framework_settings"] for run in result.runs] == ["space_to_depth", ""]
 
 
 def test_a_missing_certificate_is_shown(train: Train) -> None:

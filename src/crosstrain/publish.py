@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from omegaconf import OmegaConf
 
 from crosstrain import certificates, devices, measured, progress, samples
 from crosstrain.config import OWN_KEYS
 from crosstrain.outcomes import Outcome
 from crosstrain.progress import number
+from crosstrain.runspec import RunSpec, config_dirs
 from crosstrain.tracking import RunRecord, Series, view
 from crosstrain.tracking.identity import own_tags
 from crosstrain.tracking.preflight import shown as without_password
@@ -47,9 +49,9 @@ def params(state: State) -> dict[str, str]:
         "data": spec.data["name"],
         "data_placement": ready.data_set.placement if ready else spec.data["placement"] or "",
         "task": spec.task,
-        "device": place.kind if place else spec.device,
+        "device": place.kind if place else _device_asked(spec),
         "device_name": place.device_name if place else "",
-        "gpus": (place.copies if place.kind == "gpu" else 0) if place else spec.gpus or 0,
+        "gpus": (place.copies if place.kind == "gpu" else 0) if place else spec.gpus or ("" if spec.device == "auto" else 0),
         "replicas": spec.copies,
         "parallelism": spec.parallelism,
         "scaling": spec.scaling,
@@ -77,12 +79,20 @@ def params(state: State) -> dict[str, str]:
     return {key: str(value) for key, value in values.items()}
 
 
+def _device_asked(spec: RunSpec) -> str:
+    """Before a place is chosen; "" where that would have been found then."""
+    return "gpu" if spec.gpus else "" if spec.device == "auto" else spec.device
+
+
 def framework_settings(framework: Mapping[str, Any]) -> str:
-    """Of `framework.*` what no param of its own tells, where it is switched on or chosen: `autotune lstm=scan env.OMP_DYNAMIC=true`."""
+    """Of `framework.*` what no param of its own tells and is not the framework's default: `lstm=scan env.OMP_DYNAMIC=true`."""
     usual = {one.name: one.default for kind in OWN_KEYS for one in fields(kind)}
+    files = (folder / "framework" / f"{framework['name']}.yaml" for folder in config_dirs)
+    if own := next((path for path in files if path.is_file()), None):
+        usual |= dict(OmegaConf.load(own))
     chosen = {key: value for key, value in framework.items() if key not in TOLD and value != usual.get(key)}
     chosen |= {f"env.{name}": value for name, value in sorted(chosen.pop("env", {}).items())}
-    return " ".join(key if value is True else f"{key}={value}" for key, value in chosen.items())
+    return " ".join(key if value is True else f"{key}={'off' if value is False else value}" for key, value in chosen.items())
 
 
 def _framework_version(state: State) -> str:

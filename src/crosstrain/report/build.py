@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from crosstrain.report import figures, formats, published, tables
-from crosstrain.report.cells import SETTINGS, Cell, cells_of, naming, of_networks
+from crosstrain.report.cells import SETTINGS, Cell, cells_of, measured, naming, of_networks
 from crosstrain.report.tables import Table
 from crosstrain.tracking.store import TrackedRun, Tracker
 
@@ -28,6 +29,7 @@ CAPTIONS = {
     "memory": "Memory",
     "forward_and_gradient": "Forward pass and gradients",
 }
+MADE_BY = "made by crosstrain"
 STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}"
     "table{border-collapse:collapse;margin:.6em 0}th,td{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:right}"
@@ -61,34 +63,35 @@ def of_runs(title: str, runs: Sequence[TrackedRun], tracker: Tracker | None) -> 
 
 def _facts(runs: Sequence[TrackedRun], cells: Sequence[Cell], studies: Sequence[str]) -> list[str]:
     """What holds for all of it: machine, versions, commit, how many are not ok."""
-    measured = [run for run in runs if run.tags.get("kind") != "report"]
+    ours = measured(runs)
 
     def known(key: str, tags: bool = False) -> str:
-        return ", ".join(sorted({value for run in measured if (value := (run.tags if tags else run.params).get(key))}))
+        return ", ".join(sorted({value for run in ours if (value := (run.tags if tags else run.params).get(key))}))
 
     frameworks = sorted({f"{c.facts['framework']} {c.facts['framework_version']}" for c in cells if c.facts["framework_version"]})
     not_ok = [cell for cell in cells if cell.outcome != "ok"]
     lines = [
-        f"{len(measured)} runs of {len(cells)} cells, {len(not_ok)} of them not ok",
+        f"{len(ours)} runs of {len(cells)} cells, {len(not_ok)} of them not ok",
         f"device: {known('device_name') or 'not known'}; host: {known('host', tags=True) or 'not known'}",
         f"frameworks: {', '.join(frameworks) or 'not known'}",
         f"sweep: {known('sweep', tags=True)}; crosstrain commit: {known('crosstrain_commit', tags=True) or 'not known'}",
     ]
     if varied := of_networks(cells, SETTINGS):
-        settings = {
-            cell.facts["network"]: ", ".join(SETTINGS[key].format(cell.facts[key]) for key in varied if cell.facts[key] not in ("", None))
-            for cell in cells
-        }
+        told: dict[str, dict[str, str]] = {}  # by network
+        for cell, key in itertools.product(cells, varied):
+            if cell.facts[key] not in ("", None):
+                told.setdefault(cell.facts["network"], {}).setdefault(key, SETTINGS[key].format(cell.facts[key]))
+        settings = {network: ", ".join(words[key] for key in varied if key in words) for network, words in told.items()}
         lines.append(f"settings: {'; '.join(f'{network}: {words}' for network, words in settings.items() if words)}")
     if studies:
         lines.append(f"study: {', '.join(studies)}; effort: {known('effort')}")
         replaced = sorted({words for cell in cells if (words := published.substitute(cell))})
         lines += [f"substitute data, not comparable with the study: {'; '.join(replaced)}"] if replaced else []
-    if again := len(measured) - sum(len(cell.runs) for cell in cells):
+    if again := len(ours) - sum(len(cell.runs) for cell in cells):
         lines.append(f"{again} runs without numbers were done again and are left out")
     if (trained := len(_trained(cells))) > MOST_CURVES:
         lines.append(f"accuracy over time: the first {MOST_CURVES} of {trained} cells")
-    unproven = sorted({f"{run.params['framework']} {run.params['network']}" for run in measured
+    unproven = sorted({f"{run.params['framework']} {run.params['network']}" for run in ours
                        if run.tags.get("outcome") == "ok" and not run.tags.get("parity", "").startswith("proven")})  # fmt: skip
     if unproven:
         lines.append(f"not proven equal to the network as written (crosstrain parity proves it): {', '.join(unproven)}")
@@ -114,12 +117,10 @@ def _curves(cells: Sequence[Cell], tracker: Tracker | None) -> dict[tuple[str, s
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """Write all files of the report; those of an older one there go. Returns them, report.md and report.html first."""
+    """Write all files of the report; what an older one had more of goes. Returns them, report.md and report.html first."""
     folder.mkdir(parents=True, exist_ok=True)
-    for stem in ("table[0-9][0-9]", *CAPTIONS):
-        for old in folder.glob(f"{stem}.*"):
-            if old.suffix in (".csv", ".tex", ".png", ".svg"):
-                old.unlink()
+    page = folder / "report.html"
+    older = set(_parts(folder)) if page.is_file() and MADE_BY in page.read_text(encoding="utf-8", errors="replace") else set()
     files = []
     for number, table in enumerate(report.tables, 1):
         stem = f"table{number:02d}"
@@ -129,7 +130,16 @@ def write(report: Report, folder: Path) -> list[Path]:
         for suffix in (".png", ".svg"):
             figure.savefig(folder / f"{name}{suffix}")
             files.append(folder / f"{name}{suffix}")
-    return [_text(folder / "report.md", as_markdown(report)), _text(folder / "report.html", as_html(report, folder)), *files]
+    pages = [_text(folder / "report.md", as_markdown(report)), _text(page, as_html(report, folder))]
+    for path in older - set(files):
+        path.unlink()
+    return [*pages, *files]
+
+
+def _parts(folder: Path) -> list[Path]:
+    """What a report may have beside its pages."""
+    kinds = {"table[0-9][0-9]": (".csv", ".tex"), **dict.fromkeys(CAPTIONS, (".png", ".svg"))}
+    return [path for stem, suffixes in kinds.items() for suffix in suffixes for path in folder.glob(stem + suffix)]
 
 
 def _text(path: Path, text: str) -> Path:
@@ -165,5 +175,5 @@ def as_html(report: Report, folder: Path) -> str:
     if failed:
         lines = [line.removeprefix("- ") for line in failed.splitlines()[2:]]
         parts.append("<h3>Cells without numbers</h3><ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>")
-    parts.append(f"<p>made by crosstrain, {time.strftime('%Y-%m-%d %H:%M')}</p></body></html>")
+    parts.append(f"<p>{MADE_BY}, {time.strftime('%Y-%m-%d %H:%M')}</p></body></html>")
     return "\n".join(parts)

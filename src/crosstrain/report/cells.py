@@ -28,10 +28,8 @@ PLACES = {
     "gpus": "{} GPUs", "replicas": "{} replicas", "task": "{}",
 }  # fmt: skip
 WHOLE = ("gpus", "replicas", "nodes", "batch_global", "batch_per_replica", "threads", "epochs")
-#: "" where a run ended before it was prepared, or before its framework was asked
-LATE = ("framework_version", "device_name", "data_placement", "threads")
-#: with those that older runs do not have: not known of every run
-UNSURE = (*LATE, "framework_settings", "target_accuracy")
+#: not known ("") of a run that ended before its place was chosen, its data was ready or its framework had been asked
+LATE = ("framework_version", "device", "device_name", "gpus", "data_placement", "threads")
 
 
 @dataclass
@@ -66,13 +64,20 @@ class Cell:
         return median(values) if values else None
 
     @property
+    def placed(self) -> bool:
+        """Whether it is known where it runs."""
+        return bool(self.facts["gpus"] or self.facts["threads"])
+
+    @property
     def place(self) -> str:
-        """`2 GPUs`, `4 threads`, `2 x 1 thread`; `16 GPUs on 2 nodes`."""
+        """`2 GPUs`, `4 threads`, `2 x 1 thread`; `16 GPUs on 2 nodes`; `CPU`, `not placed` where a run ended before it had one."""
         gpus, replicas, threads, nodes = (self.facts.get(key) for key in ("gpus", "replicas", "threads", "nodes"))
         on = f" on {nodes} nodes" if (nodes or 1) > 1 else ""
         if gpus:
             return f"{gpus} GPU" + "s" * (gpus > 1) + on
-        words = f"{threads} thread" + "s" * (threads != 1) if threads else "CPU"
+        if not threads:
+            return "CPU" if self.facts.get("device") == "cpu" else "not placed"
+        words = f"{threads} thread" + "s" * (threads != 1)
         return (f"{replicas} x {words}" if (replicas or 1) > 1 else words) + on
 
     @property
@@ -81,15 +86,22 @@ class Cell:
         return gpus, replicas, 0 if gpus else threads  # as `place` names them
 
 
-def cells_of(runs: Iterable[TrackedRun]) -> list[Cell]:
-    """The cells, in the order in which they were first run. Report runs are left out, and runs without numbers that were done again.
+def measured(runs: Iterable[TrackedRun]) -> list[TrackedRun]:
+    """Those of crosstrain that are no reports, oldest first: others may use the experiment, too."""
+    return sorted((run for run in runs if run.tags.get("kind") == "run"), key=lambda run: run.start_ms)
 
-    What a run does not tell (it ended early, or is older than a param) is that of the one cell that is the same in all else.
+
+def cells_of(runs: Iterable[TrackedRun]) -> list[Cell]:
+    """The cells of `measured` runs, in the order in which they were first run, without runs that have no numbers and were done again.
+
+    A run without numbers that ended early belongs to the one cell that is the same in all that it tells.
     """
     found: dict[tuple[Any, ...], Cell] = {}
-    for run in sorted((run for run in runs if run.tags.get("kind") != "report"), key=lambda run: run.start_ms):
+    for run in measured(runs):
         known = {**run.params, "nodes": run.tags.get("nodes", "1")}  # a tag; older runs have none
-        facts = {key: _fact(key, known.get(key)) for key in IDENTITY}
+        facts = {key: _fact(key, known.get(key, "")) for key in IDENTITY}
+        if facts["device"] == "auto":  # of older runs that ended before it was chosen
+            facts |= {"device": "gpu"} if facts["gpus"] else {"device": None, "gpus": None}
         found.setdefault(tuple(facts.values()), Cell(facts)).runs.append(run)
     cells = _joined(list(found.values()))
     for cell in cells:
@@ -97,17 +109,15 @@ def cells_of(runs: Iterable[TrackedRun]) -> list[Cell]:
     return cells
 
 
-def _fact(key: str, text: str | None) -> Any:
+def _fact(key: str, text: str) -> Any:
     if key in WHOLE:
-        return int(text) if text is not None and text.isdigit() else None
-    if key in UNSURE:
-        return None if key in LATE and not text else text
-    return text or ""
+        return int(text) if text.isdigit() else None
+    return None if key in LATE and not text else text
 
 
 def _joined(cells: list[Cell]) -> list[Cell]:
-    """Each cell with unknown facts together with the one that is the same in all that both know, where there is just one."""
-    unknown = {id(cell): sum(cell.facts[key] is None for key in UNSURE) for cell in cells}
+    """Each cell without numbers of which not all is known, together with the one that it may be, where there is just one."""
+    unknown = {id(cell): 0 if cell.published else sum(cell.facts[key] is None for key in LATE) for cell in cells}
     kept: list[Cell] = []
     for cell in sorted(cells, key=lambda cell: unknown[id(cell)]):
         same = [other for other in kept if agree(cell.facts, other.facts)] if unknown[id(cell)] else []
@@ -120,7 +130,7 @@ def _joined(cells: list[Cell]) -> list[Cell]:
 
 def agree(some: Mapping[str, Any], others: Mapping[str, Any], keys: Iterable[str] = IDENTITY) -> bool:
     """Whether two cells are the same in all of `keys` that both know."""
-    return all(some.get(key) == others.get(key) or (key in UNSURE and None in (some.get(key), others.get(key))) for key in keys)
+    return all(some[key] == others[key] or (key in LATE and None in (some[key], others[key])) for key in keys)
 
 
 def _done_again(run: TrackedRun, later: Iterable[TrackedRun]) -> bool:
@@ -149,7 +159,7 @@ def naming(
         words = {**SETTINGS, **PLACES}
         return [words[key].format(cell.facts[key]) for key in keys if cell.facts[key] not in ("", None)]
 
-    for key in PLACES if place else ():
+    for key in [key for key in (*SETTINGS, *PLACES) if key not in (*keys, *but)] if place else ():
         at_place: dict[Any, list[Cell]] = {}
         for cell in cells:
             at_place.setdefault((place(cell), *names(cell)), []).append(cell)  # type: ignore[misc]

@@ -10,6 +10,7 @@ from typing import Any
 
 from crosstrain import progress
 from crosstrain.errors import ConfigError
+from crosstrain.report.cells import measured
 from crosstrain.tracking.series import RunRecord
 from crosstrain.tracking.store import TrackedRun, Tracker
 from crosstrain.tracking.view import store_arguments, tracker_of
@@ -51,7 +52,7 @@ def _chosen(arguments: argparse.Namespace, tracker: Tracker) -> tuple[str, list[
         sweeps = arguments.sweep or [tracker.newest_sweep() or ""]
         runs = [run for sweep in sweeps for run in tracker.runs_of_sweep(sweep.replace("'", ""))]
         title = "Sweep " + ", ".join(sweeps)
-    runs = [run for run in runs if run.tags.get("kind") != "report"]
+    runs = measured(runs)
     if not runs:
         what = arguments.study or " ".join(arguments.sweep) or "the experiment"
         raise ConfigError(f"{what}: there are no runs; crosstrain list shows what is in the store")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,11 +35,11 @@ class Side:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return tuple(self.facts.get(key) for key in KEYS)
+        return tuple(self.facts[key] for key in KEYS)
 
     @property
     def cell(self) -> Cell:
-        return Cell({**dict.fromkeys(IDENTITY), **self.facts})  # an older file lacks a key
+        return Cell(self.facts)
 
     def name(self, settings: Callable[[Cell], list[str]]) -> str:
         framework = " ".join([self.facts["framework"], *settings(self.cell)])
@@ -139,7 +139,9 @@ def _save(sides: Iterable[Side], path: Path) -> None:
 
 def _load(path: Path) -> list[Side]:
     try:
-        return [Side(**one) for one in json.loads(path.read_text(encoding="utf-8"))]
+        sides = [Side(**one) for one in json.loads(path.read_text(encoding="utf-8"))]
+        # an older file lacks a key
+        return [replace(side, facts={**dict.fromkeys(IDENTITY, ""), **side.facts}) for side in sides]
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path}: is no file of `crosstrain compare --save`") from error
 
@@ -155,7 +157,7 @@ def compare(a: Sequence[Side], b: Sequence[Side]) -> list[Verdict]:
 
 
 def _pairs(a: Sequence[Side], b: Sequence[Side]) -> list[tuple[Side | None, Side | None]]:
-    """The cells of both sides that are the same, then those of one side. What a side does not know (an older run) counts as the same."""
+    """The cells of both sides that are the same, then those of one side. What a side does not know (it ended early) counts as the same."""
     left = {side.key: side for side in b}
     pairs: list[tuple[Side | None, Side | None]] = [(side, left.pop(side.key, None)) for side in a]
     alone = [side for side, other in pairs if side and not other]

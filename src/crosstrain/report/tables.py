@@ -70,10 +70,11 @@ def tables_of(cells: Sequence[Cell]) -> list[Table]:
     """All tables that the cells fill: for each task and device, and each measure that some cell has."""
     made = []
     for task in TASKS:
-        for device in ("cpu", "gpu", ""):
-            chosen = [cell for cell in cells if cell.facts["task"] == task and (cell.facts["device"] or "") == device]
-            if not chosen:
-                continue
+        of_task = [cell for cell in cells if cell.facts["task"] == task]
+        devices = sorted({cell.facts["device"] for cell in of_task if cell.facts["device"]}) or [""] * bool(of_task)
+        for device in devices:
+            # what ended before its device was chosen is in the first
+            chosen = [cell for cell in of_task if (cell.facts["device"] or devices[0]) == device]
             for measure in MEASURES:
                 always = measure.metric == "step_ms"  # also shows what failed
                 scales = measure.metric in ("speedup", "efficiency", "communication_pct")
@@ -88,18 +89,26 @@ def table_of(cells: Sequence[Cell], measure: Measure, title: str) -> Table:
     by_batch = bool(_varies(cells, "batch_global")) and not _scaled(cells)
 
     def row(cell: Cell) -> tuple[str, str]:
-        return (cell.facts["network"], cell.place if by_batch else _batch(cell))
+        return (cell.facts["network"], place(cell).place if by_batch else _batch(cell))
+
+    def place(cell: Cell) -> Cell:
+        """Where a cell runs; of one that ended before it had a place, where its framework runs, if that is one place."""
+        known = {other.place: other for other in cells if other.placed and other.facts["framework"] == cell.facts["framework"]}
+        return cell if cell.placed or len(known) != 1 else next(iter(known.values()))
 
     def column(cell: Cell) -> tuple[Any, str]:
         if by_batch:
             return (cell.facts["batch_global"] or 0, str(cell.facts["batch_global"] or "?"))
-        return (cell.place_order, cell.place)
+        return (place(cell).place_order, place(cell).place)
 
     columns = sorted({column(cell) for cell in cells})
     rows: dict[tuple[str, ...], dict[tuple[Any, str], Cell]] = {}
     settings = naming(cells, lambda cell: (*row(cell), cell.facts["framework"], column(cell)))
     for cell in cells:
-        rows.setdefault((*row(cell), " ".join([cell.facts["framework"], *settings(cell)])), {})[column(cell)] = cell
+        names = (*row(cell), " ".join([cell.facts["framework"], *settings(cell)]))
+        while column(cell) in rows.get(names, {}):  # of what can not be told apart nothing is lost
+            names = (*names[:2], f"{names[2]} (another)")
+        rows.setdefault(names, {})[column(cell)] = cell
     ordered = sorted(rows, key=lambda names: (names[0], _first_number(names[1]), names[2]))
     notes: list[str] = []
     best = _best(rows, columns, measure, notes)
@@ -110,15 +119,16 @@ def table_of(cells: Sequence[Cell], measure: Measure, title: str) -> Table:
 
 
 def _varies(cells: Iterable[Cell], key: str) -> bool:
-    """Whether cells of the same network, framework and place differ in it."""
+    """Whether placed cells of the same network, framework and place differ in it."""
     known: dict[Any, set[Any]] = {}
     for cell in cells:
-        known.setdefault((cell.facts["network"], cell.facts["framework"], cell.place), set()).add(cell.facts[key])
+        if cell.placed:
+            known.setdefault((cell.facts["network"], cell.facts["framework"], cell.place), set()).add(cell.facts[key])
     return any(len(values) > 1 for values in known.values())
 
 
 def _scaled(cells: Iterable[Cell]) -> bool:
-    return len({cell.place for cell in cells}) > 1
+    return len({cell.place for cell in cells if cell.placed}) > 1
 
 
 def _batch(cell: Cell) -> str:
