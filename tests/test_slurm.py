@@ -436,8 +436,8 @@ def test_cpus_per_node_as_slurm_writes_them() -> None:
 
 def test_other_nodes_are_another_cell() -> None:
     def tracked(run_id: str, **tags: str) -> TrackedRun:
-        params = {"framework": "torch", "network": "lenet", "replicas": "16", "gpus": "16"}
-        return TrackedRun(run_id, "", "FINISHED", int(run_id), None, params, tags, {})
+        params = {"framework": "torch", "network": "lenet", "replicas": "16", "gpus": "16", "repeat": run_id}
+        return TrackedRun(run_id, "", "FINISHED", int(run_id), None, params, {"kind": "run", **tags}, {})
 
     found = cells.cells_of([tracked("1"), tracked("2", nodes="2"), tracked("3", nodes="1"), tracked("4", nodes="2")])
     assert [(cell.place, [run.run_id for run in cell.runs]) for cell in found] == [

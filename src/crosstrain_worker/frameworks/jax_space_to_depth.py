@@ -4,8 +4,8 @@ As MLPerf's submissions for ResNet-50 compute its first layer: tensor cores get 
 channels up (of 7×7×3 to 8×8×4), so it does more operations than the spec counts.
 """
 
+import jax
 from flax import linen as nn
-from jax import lax
 from jax import numpy as jnp
 
 from .base import Unsupported
@@ -46,10 +46,10 @@ class SpaceToDepthConv(nn.Module):
             # a negative number cuts off what no window reaches
             fill_input.append((before, reach - sizes[axis] - before))
             fill_weight.append((0, odd))
-        blocks = lax.pad(x.astype(self.dtype), jnp.zeros((), self.dtype), [pair + (0,) for pair in fill_input + [(0, missing)]])
+        blocks = jax.lax.pad(x.astype(self.dtype), jnp.zeros((), self.dtype), [pair + (0,) for pair in fill_input + [(0, missing)]])
         weight = jnp.pad(weight.astype(self.dtype), fill_weight + [(0, missing), (0, 0)])
         places = ("NHWC", "HWIO", "NHWC")
-        y = lax.conv_general_dilated(to_blocks(blocks), to_blocks(weight[None])[0], (1, 1), "VALID", dimension_numbers=places)
+        y = jax.lax.conv_general_dilated(to_blocks(blocks), to_blocks(weight[None])[0], (1, 1), "VALID", dimension_numbers=places)
         return y + self.param("bias", nn.initializers.zeros, (self.out_channels,)).astype(self.dtype) if self.bias else y
 
 
