@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import test_adapters as adapters
-from test_torch import CONVOLUTIONS
+from test_torch import CONVOLUTIONS, spec_of_convolution
 
 HERE = Path(__file__).parent
 
@@ -72,22 +72,15 @@ import jax, numpy
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_enable_x64", True)
 from crosstrain_worker.frameworks import jax_layers
-def network(op, on):
-    entry = dict({"op": "conv2d", "name": "conv1", "inputs": ["input"], "dilation": [1, 1], "groups": 1, "bias": True}, **op)
-    size = entry.pop("size")
-    shapes = [(size[i + 1] + sum(op["padding"][2 * i : 2 * i + 2]) - op["kernel"][i]) // op["stride"][i] + 1 for i in range(2)]
-    entry["shape"] = [op["out_channels"]] + shapes
-    spec = {"input": {"shape": size}, "ops": [entry], "output": "conv1", "target": {"kind": "class"}}
-    return jax_layers.network_of(spec, jax.numpy.float64, False, False, on)
 found = []
-for op in json.loads(sys.argv[2]):
+for spec in json.loads(sys.argv[2]):
     random = numpy.random.RandomState(0)
-    (channels, height, width), given = op["size"], []
+    (op,), (channels, height, width), given = spec["ops"], spec["input"]["shape"], []
     for shape in ((2, height, width, channels), tuple(op["kernel"]) + (channels, op["out_channels"]), (op["out_channels"],)):
         given.append(random.normal(size=shape))
     results, kinds = [], []
     for on in (False, True):
-        own = network(op, on)
+        own = jax_layers.network_of(spec, jax.numpy.float64, False, False, on)
         apply = lambda x, kernel, bias: own.apply({"params": {"conv1": {"kernel": kernel, "bias": bias}}}, x, True)[0]
         output, back = jax.vjp(apply, *given)
         results.append([output, *back(numpy.random.RandomState(1).normal(size=output.shape))])
@@ -99,7 +92,7 @@ print(json.dumps(found))
 
 
 def test_blocks_of_pixels_give_the_same_convolution_and_gradients(framework_python: Callable[[str], Path]) -> None:
-    given = [{**one, "stride": [2, 2], "out_channels": 5} for one in CONVOLUTIONS]
+    given = [spec_of_convolution(one) for one in CONVOLUTIONS]
     script = [str(framework_python("jax")), "-B", "-c", BLOCKS, str(HERE.parent / "src"), json.dumps(given)]
     done = subprocess.run(script, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]

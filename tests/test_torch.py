@@ -29,22 +29,16 @@ def answer(framework_python: Callable[[str], Path]) -> Callable[..., Any]:
 
 
 BLOCKS = """
-def spec(op):
-    entry = dict({"op": "conv2d", "name": "conv1", "inputs": ["input"], "dilation": [1, 1], "groups": 1, "bias": True}, **op)
-    size = entry.pop("size")
-    shapes = [(size[i + 1] + sum(op["padding"][2 * i : 2 * i + 2]) - op["kernel"][i]) // op["stride"][i] + 1 for i in range(2)]
-    entry["shape"] = [op["out_channels"]] + shapes
-    return {"input": {"shape": size}, "ops": [entry], "output": "conv1", "target": {"kind": "class"}}
 found = []
-for op in json.loads(sys.argv[1]):
+for spec in json.loads(sys.argv[1]):
     torch.manual_seed(0)
-    last = torch.channels_last if op.pop("last", False) else torch.contiguous_format
-    plain, blocks = (torch_layers.build(spec(op), on)[0].double().to(memory_format=last) for on in (False, True))
+    last = torch.channels_last if spec["last"] else torch.contiguous_format
+    plain, blocks = (torch_layers.build(spec, on)[0].double().to(memory_format=last) for on in (False, True))
     blocks.load_state_dict(plain.state_dict())
     outputs, gradients = [], []
     for network in (plain, blocks):
         torch.manual_seed(1)
-        x = torch.randn([2] + op["size"], dtype=torch.float64).contiguous(memory_format=last).requires_grad_()
+        x = torch.randn([2] + spec["input"]["shape"], dtype=torch.float64).contiguous(memory_format=last).requires_grad_()
         output = network(x)
         (output * torch.randn(output.shape, dtype=torch.float64)).sum().backward()
         outputs.append(output)
@@ -64,9 +58,17 @@ CONVOLUTIONS = [
 ]
 
 
+def spec_of_convolution(one: dict[str, Any]) -> dict[str, Any]:
+    """What a framework's layers need of a spec, for one of CONVOLUTIONS: 5 channels out, stride 2."""
+    size, kernel, padding = one["size"], one["kernel"], one["padding"]
+    shape = [5, *((size[i + 1] + sum(padding[2 * i : 2 * i + 2]) - kernel[i]) // 2 + 1 for i in range(2))]
+    op = {"op": "conv2d", "name": "conv1", "inputs": ["input"], "out_channels": 5, "kernel": kernel, "stride": [2, 2], "padding": padding,
+          "dilation": [1, 1], "groups": 1, "bias": True, "shape": shape}  # fmt: skip
+    return {"input": {"shape": size}, "ops": [op], "output": "conv1", "target": {"kind": "class"}, "last": one.get("last", False)}
+
+
 def test_blocks_of_pixels_give_the_same_convolution_and_gradients(answer: Callable[..., Any]) -> None:
-    given = [{**one, "stride": [2, 2], "out_channels": 5} for one in CONVOLUTIONS]
-    found = answer(BLOCKS, given)
+    found = answer(BLOCKS, [spec_of_convolution(one) for one in CONVOLUTIONS])
     # the output, and the gradients of input, weight and bias
     assert found == [[True, True, 4, ["SpaceToDepthConv2d"]]] * len(CONVOLUTIONS)
 

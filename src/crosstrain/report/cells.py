@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -153,19 +154,26 @@ def naming(
 
     `place`: where a table or figure puts a cell. Where that and the SETTINGS do not tell two cells apart, more of them is named.
     """
+    words = {**SETTINGS, **PLACES}
     keys = [key for key in SETTINGS if key not in but and _differs(cells, key, _within(key))]
 
     def names(cell: Cell) -> list[str]:
-        words = {**SETTINGS, **PLACES}
         return [words[key].format(cell.facts[key]) for key in keys if cell.facts[key] not in ("", None)]
 
-    for key in [key for key in (*SETTINGS, *PLACES) if key not in (*keys, *but)] if place else ():
-        at_place: dict[Any, list[Cell]] = {}
-        for cell in cells:
-            at_place.setdefault((place(cell), *names(cell)), []).append(cell)  # type: ignore[misc]
-        if any(_differs(those, key, ()) for those in at_place.values()):
+    alike = [list(cells)] if place else []
+    for key in [key for key in words if key not in (*keys, *but)]:
+        alike = _groups(alike, lambda cell: (place(cell), *names(cell)))  # type: ignore[misc]
+        if any(_differs(those, key, ()) for those in alike):
             keys.append(key)
     return names
+
+
+def _groups(groups: Iterable[Sequence[Cell]], by: Callable[[Cell], Hashable]) -> list[list[Cell]]:
+    """What of these groups still is together when `by` divides them."""
+    found: dict[Hashable, list[Cell]] = {}
+    for cell in itertools.chain.from_iterable(groups):
+        found.setdefault(by(cell), []).append(cell)
+    return [those for those in found.values() if len(those) > 1]
 
 
 def _within(key: str) -> tuple[str, ...]:

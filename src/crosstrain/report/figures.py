@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,10 +62,15 @@ def _label(cell: Cell) -> str:
     return f"{cell.facts['framework']}, {cell.place}"
 
 
+def _settings(cells: Sequence[Cell]) -> Callable[[Cell], list[str]]:
+    """What names a cell beside its panel, label and batch."""
+    return naming(cells, lambda cell: (_panel(cell), _label(cell), cell.facts["batch_global"]))
+
+
 def _lines(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
     """Cells of one line: the same framework, place and settings."""
     lines: dict[str, list[Cell]] = {}
-    settings = naming(cells, lambda cell: (_panel(cell), _label(cell), cell.facts["batch_global"]))
+    settings = _settings(cells)
     for cell in cells:
         lines.setdefault(" ".join([_label(cell), *settings(cell)]), []).append(cell)
     return dict(sorted(lines.items()))
@@ -73,7 +78,7 @@ def _lines(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
 
 def _by_name(cells: Sequence[Cell]) -> list[tuple[str, Cell]]:
     """The cells with names that tell them apart, those of a network and a framework together."""
-    settings = naming(cells, lambda cell: (_panel(cell), _label(cell), cell.facts["batch_global"]))
+    settings = _settings(cells)
     named = [(" ".join([_panel(cell), _label(cell), *settings(cell)]), cell) for cell in cells]
     named.sort(key=lambda one: (_panel(one[1]), one[1].facts["framework"], one[0], one[1].facts["batch_global"] or 0))
     return [(f"{name}, batch {cell.facts['batch_global']}", cell) for name, cell in named]
@@ -84,13 +89,13 @@ def _by_batch(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figu
     panels: dict[str, list[Cell]] = {}
     for cell in cells:
         panels.setdefault(_panel(cell), []).append(cell)
-    panels = {title: own for title, own in panels.items() if any(len(_batches(line)) > 1 for line in _lines(own).values())}
-    if not panels:
+    drawn = {title: _lines(own) for title, own in panels.items()}
+    drawn = {title: lines for title, lines in drawn.items() if any(len(line) > 1 for line in lines.values())}
+    if not drawn:
         return None
-    most = max(len(_lines(own)) for own in panels.values())
-    figure, axes = _grid(list(panels), height=2.9 + 0.08 * most * (most > MOST_INSIDE))
-    for axis, own in zip(axes, panels.values(), strict=True):
-        lines = _lines(own)
+    most = max(len(lines) for lines in drawn.values())
+    figure, axes = _grid(list(drawn), height=2.9 + 0.08 * most * (most > MOST_INSIDE))
+    for axis, lines in zip(axes, drawn.values(), strict=True):
         styles = _told_apart(list(lines), look)
         for (label, line), style in zip(lines.items(), styles, strict=True):
             line.sort(key=lambda cell: cell.facts["batch_global"] or 0)
@@ -102,7 +107,7 @@ def _by_batch(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figu
         axis.tick_params(which="minor", labelsize=7)
         axis.set_xlabel("batch size", fontsize=8)
         axis.set_ylabel("ms per iteration", fontsize=8)
-        ticks = sorted({b for cell in own for b in [cell.facts["batch_global"]] if b})
+        ticks = sorted({batch for line in lines.values() for batch in _batches(line) if batch})
         axis.set_xticks(ticks, [str(t) for t in ticks])
         if len(lines) > MOST_INSIDE:
             axis.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
@@ -245,7 +250,7 @@ def _bars(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]], metric: str
 def _forward_and_gradient(cells: Sequence[Cell], look: Mapping[str, dict[str, Any]]) -> Figure | None:
     """The time of a forward pass and of the gradients (which holds a forward pass), side by side, a panel for each network."""
     pairs: dict[str, dict[str, dict[str, float]]] = {}
-    settings = naming(cells, lambda cell: (cell.facts["network"], cell.facts["task"], _label(cell), cell.facts["batch_global"]))
+    settings = _settings(cells)
     for cell in cells:
         name = " ".join([f"{_label(cell)}, batch {cell.facts['batch_global']}", *settings(cell)])
         pairs.setdefault(cell.facts["network"], {}).setdefault(name, {})[cell.facts["task"]] = cell.value("step_ms") or 0.0

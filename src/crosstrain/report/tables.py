@@ -87,19 +87,23 @@ def tables_of(cells: Sequence[Cell]) -> list[Table]:
 def table_of(cells: Sequence[Cell], measure: Measure, title: str) -> Table:
     """One table. The columns are batch sizes where those vary within a network and framework, else places (threads, GPUs)."""
     by_batch = bool(_varies(cells, "batch_global")) and not _scaled(cells)
+    homes: dict[str, dict[str, Cell]] = {}  # by framework, then by place
+    for cell in cells:
+        if cell.placed:
+            homes.setdefault(cell.facts["framework"], {})[cell.place] = cell
+
+    def placed(cell: Cell) -> Cell:
+        """A cell with its place; for one that ended before it had a place, one of where its framework runs, if that is one place."""
+        known = homes.get(cell.facts["framework"], {})
+        return cell if cell.placed or len(known) != 1 else next(iter(known.values()))
 
     def row(cell: Cell) -> tuple[str, str]:
-        return (cell.facts["network"], place(cell).place if by_batch else _batch(cell))
-
-    def place(cell: Cell) -> Cell:
-        """Where a cell runs; of one that ended before it had a place, where its framework runs, if that is one place."""
-        known = {other.place: other for other in cells if other.placed and other.facts["framework"] == cell.facts["framework"]}
-        return cell if cell.placed or len(known) != 1 else next(iter(known.values()))
+        return (cell.facts["network"], placed(cell).place if by_batch else _batch(cell))
 
     def column(cell: Cell) -> tuple[Any, str]:
         if by_batch:
             return (cell.facts["batch_global"] or 0, str(cell.facts["batch_global"] or "?"))
-        return (place(cell).place_order, place(cell).place)
+        return (placed(cell).place_order, placed(cell).place)
 
     columns = sorted({column(cell) for cell in cells})
     rows: dict[tuple[str, ...], dict[tuple[Any, str], Cell]] = {}
