@@ -434,6 +434,8 @@ def test_a_sweep_ends_with_its_report_and_the_command_makes_it_again(train: Trai
 WRONG: dict[str, Any] = {
     "report no-such-sweep": "no-such-sweep: there are no runs",
     "report --study=none": "none: there are no runs",
+    "report --to=mlruns/mlflow.db": "--to mlruns/mlflow.db: File exists",
+    "report --to=mlruns/mlflow.db/here": "--to mlruns/mlflow.db/here: Not a directory",
     "report --no-upload": "--no-upload: without --to DIR nothing would be kept",
 }
 

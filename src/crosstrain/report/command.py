@@ -33,7 +33,11 @@ def _run(arguments: argparse.Namespace) -> int:
     tracker.connect()
     title, runs = _chosen(arguments, tracker)
     with tempfile.TemporaryDirectory() as temporary:
-        files = _write(title, runs, tracker, arguments.to or Path(temporary))
+        folder = arguments.to or Path(temporary)
+        try:
+            files = _write(title, runs, tracker, folder)
+        except OSError as error:
+            raise ConfigError(f"--to {folder}: {error.strerror}") from error
         if arguments.to is not None:
             progress.say(f"{arguments.to}: {len(files)} files; read {files[0].name} or open {files[1].name}")
         if not arguments.no_upload:
