@@ -87,9 +87,17 @@ def measure(cell: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def cell_of(text: str) -> str:
+    framework, network, _, batch, *_ = [*text.split(":"), "", "", ""]
+    if framework not in ("torch", "jax") or network not in NETWORKS or not batch.isdigit() or text.count(":") > 5:
+        wanted = f"framework torch | jax, network {' | '.join(NETWORKS)}, a number as batch"
+        raise argparse.ArgumentTypeError(f"{text}: must be framework:network:precision:batch[:compile[:memory_format]], {wanted}")
+    return text
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cells", nargs="+", metavar="CELL")
+    parser.add_argument("cells", nargs="+", type=cell_of, metavar="CELL")
     parser.add_argument("--python", default="python3", help="an interpreter with the frameworks (default: %(default)s)")
     parser.add_argument("--events", action="store_true", help="PyTorch: the block pass against CUDA events, too")
     parser.add_argument("--seconds", type=float, default=3, help="of blocks, each (default: %(default)s)")
