@@ -13,13 +13,15 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 
-from crosstrain import devices, leases, system_samples
+from crosstrain import devices, leases, measured, samples, system_samples
 from crosstrain.devices import Gpu, visible_gpus
 from crosstrain.errors import OutcomeError
 from crosstrain.system_samples import SystemSampler
+from crosstrain_worker import record
 
 DATA = Path(__file__).parent / "data"
 SOURCES = str(Path(__file__).parents[1] / "src")
@@ -718,6 +720,20 @@ def test_energy_comes_from_the_counter(replayed):
     assert sampler.energy_j(1000.25, 1012) == pytest.approx((millijoules[24] - half_way) / 1000)
     assert sampler.energy_j(1000, 1009.9) is None, "under 10 s"
     assert sampler.energy_j(1000, 1017) is None, "not sampled that far"
+
+
+def test_energy_is_shared_by_all_samples_of_its_window(replayed):
+    """First iterations with a sync each, half as fast as the blocks behind them; warm-up before and training after do not count."""
+    rows = np.zeros(24, samples.ROW)
+    rows["phase"] = [record.FIRST_STEP] + [record.ITERATION] * 12 + [record.BLOCK] * 10 + [record.TRAIN]
+    rows["size"] = [1] * 13 + [20] * 10 + [1]
+    rows["duration"] = [9] + [0.5] * 12 + [0.6] * 10 + [9]
+    rows["start"] = np.concatenate([[0], 10 + np.arange(12) * 0.5, 16 + np.arange(10) * 0.6, [30]])
+    sampler, _, _ = replayed()
+    millijoules = recorded("nvmlDeviceGetTotalEnergyConsumption")
+    joules = (millijoules[26] - millijoules[2]) / 1000  # 1001 s to 1013 s
+    assert measured.energy_per_sample(sampler, rows, 991, 64) == pytest.approx(joules / (64 * (12 + 10 * 20)))
+    assert measured.energy_per_sample(sampler, rows[8:], 991, 64) is None, "under 10 s"
 
 
 def test_device_memory_above_the_first_sample(replayed):

@@ -131,7 +131,9 @@ def compute(
     if peaks:
         metrics["peak_memory_mb"] = max(peaks)
     start, end = window(merged.rows, offset)
-    metrics |= _device(sampler, start, end, run["device"], metrics)
+    metrics |= _device(sampler, start, end, run["device"])
+    if (energy := energy_per_sample(sampler, merged.rows, offset, spec.batch_global)) is not None:
+        metrics["energy_j_per_sample"] = energy
     cores_used = sum(result["threads"]["cpu_s"] / result["threads"]["wall_s"] for result in results)
     if run["device"] == "cpu":
         metrics["busy_pct"] = 100 * cores_used / (run["threads"] * run["replicas"])
@@ -149,9 +151,14 @@ def compute(
     return Measured(outcome, metrics, merged.rows, offset, epochs, facts)
 
 
+def _timed(rows: np.ndarray) -> np.ndarray:
+    """The rows of the iteration pass and of the block pass."""
+    return rows[(rows["phase"] >= ITERATION) & (rows["phase"] < TRAIN)]
+
+
 def window(rows: np.ndarray, offset: float) -> tuple[float, float]:
     """Unix times of the first and the last moment of measuring (iteration pass to block pass)."""
-    timed = rows[(rows["phase"] >= ITERATION) & (rows["phase"] < TRAIN)]
+    timed = _timed(rows)
     return float(timed["start"].min() + offset), float((timed["start"] + timed["duration"]).max() + offset)
 
 
@@ -191,16 +198,20 @@ def _quality(result: dict[str, Any], rows: np.ndarray, language_model: bool) -> 
     return metrics
 
 
-def _device(sampler: SystemSampler, start: float, end: float, device: str, metrics: dict[str, float]) -> dict[str, float]:
+def _device(sampler: SystemSampler, start: float, end: float, device: str) -> dict[str, float]:
     """What the device did meanwhile. device_memory_mb: the rise on the GPU; on the CPU the workers' resident memory at its peak."""
     found = {
         "throttled_pct": sampler.throttled_pct(start, end),
         "device_memory_mb": sampler.device_memory_delta_mb if device == "gpu" else sampler.peak_memory_mb,
     }
-    energy = sampler.energy_j(start, end)
-    if energy is not None:
-        found["energy_j_per_sample"] = energy / ((end - start) * metrics["samples_per_s_total"])
     return {key: value for key, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def energy_per_sample(sampler: SystemSampler, rows: np.ndarray, offset: float, batch_global: int) -> float | None:
+    """Joules of all the run's GPUs per sample: what they used while both passes ran, over the samples of both passes (the iteration
+    pass, with a sync each, does fewer in its time than the block pass). None: see SystemSampler.energy_j."""
+    energy = sampler.energy_j(*window(rows, offset))
+    return None if energy is None else energy / (batch_global * float(_timed(rows)["size"].sum()))
 
 
 def throttled(sampler: SystemSampler, start: float, end: float) -> list[str]:
