@@ -13,7 +13,7 @@ from crosstrain import scaling
 
 #: cells of a sweep that have more replicas than CPUs
 MANY = ["framework=fake", "framework.step_ms=10", "data=synthetic", "device=cpu", "threads=1", "device.oversubscribe=true",
-        "batch_size=32", *QUICK, "measure.min_blocks=1"]  # fmt: skip
+        "batch_size=32", *QUICK]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "shares"), [pytest.param("weak", 1, marks=pytest.mark.long), ("strong", 4)])

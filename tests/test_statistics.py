@@ -1,12 +1,15 @@
 """The published numbers, from rows whose right answer is known."""
 
 import math
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from crosstrain import samples, statistics
 from crosstrain.statistics import achieved, clock_sanity, compare, readback_sanity, summarise
+from crosstrain_worker import loop
 from crosstrain_worker.record import BLOCK, FIRST_STEP, ITERATION, TRAIN
 from crosstrain_worker.steady import find_steady, median_interval
 
@@ -14,6 +17,7 @@ SCHEMA = {
     "step_ms", "step_ms_low", "step_ms_high", "samples_per_s", "samples_per_s_total", "step_sync_ms", "step_ms_p5",
     "step_ms_p95", "step_ms_p99", "step_ms_max", "outliers", "sync_ratio", "data_wait_pct",
 }  # fmt: skip
+SMOKE = {"min_s": 0.0, "max_s": 10.0, "window": 20, "min_iterations": 20, "interval_required": False, "ci_target": 0.01}
 
 
 def rows_of(phase: int, durations, size: int = 1, wait: float = 0.0, begin: float = 0.0, gap: float = 0.0) -> np.ndarray:
@@ -175,6 +179,36 @@ def test_clock_sees_overlapping_missing_and_impossible_rows():
 def test_clock_looks_at_the_iteration_pass_only():
     rows = np.concatenate([rows_of(FIRST_STEP, [30.0]), rows_of(ITERATION, [0.01] * 100, begin=31), rows_of(BLOCK, [9.0] * 5)])
     assert clock_sanity(rows, 1.0) is None
+
+
+@pytest.mark.parametrize("factor", [1, 0.9, 1.1])
+def test_an_interruption_around_the_pass_is_not_the_clock_s(monkeypatch, factor):
+    """On a busy machine the worker loses its CPU for some ms, perhaps while it reads its clocks; a clock that is 10 % off is seen."""
+    lost = iter([0.005, 0.003])  # behind the first readings of the other clock
+
+    def monotonic() -> float:
+        read = factor * time.monotonic()
+        time.sleep(next(lost, 0))
+        return read
+
+    rows: list[tuple] = []
+    measure = {**SMOKE, "iterations": 12, "warmup": 2, "steady_required": False}
+    framework = SimpleNamespace(
+        step=lambda batch: (None, None), sync=lambda: time.sleep(0.002), value=lambda handle: 1.0, meet=lambda: None,
+        to_device=lambda inputs, targets: None,
+    )  # fmt: skip
+    session = SimpleNamespace(
+        run={"measure": measure, "task": "training", "data": {"placement": "device"}},
+        framework=framework,
+        recorder=SimpleNamespace(add=lambda *row: rows.append(row)),
+        enter=lambda phase, **fields: None,
+        agree=lambda what, decide, *arguments: [decide(*arguments), time.sleep(0.004)][0],
+        result={"phases": {}},
+    )
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=monotonic))
+    loop.Measuring(session, SimpleNamespace(ring=lambda: [(0, 0)])).iteration_pass()
+    problem = clock_sanity(np.array(rows, samples.ROW), session.result["wall_s"])
+    assert len(rows) == 12 and (problem is None) == (factor == 1), problem
 
 
 def test_clock_with_little_to_look_at():
