@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ROOT / "train.py"
 #: Outcomes whose numbers are published; which of them it is depends on how quiet the machine is.
 PUBLISHED = ("ok", "unstable", "contaminated")
-#: Timing settings for runs that only have to work: fixed iterations, and
-#: three short blocks, as of one a pre-empted read-back would make the run invalid on a busy machine.
+#: Timing settings for runs that only have to work: fixed iterations and short blocks, three of them, as with one block a pre-empted
+#: read-back would make the run invalid on a busy machine.
 QUICK = ["tracking.report=false", "measure=smoke", "measure.iterations=6", "measure.warmup=2", "measure.block_s=0.02",
          "measure.min_blocks=3"]  # fmt: skip
 
