@@ -1,8 +1,8 @@
 """How long `crosstrain report` takes over many runs. Usage: python benchmarks/report.py [--runs 1000]
 
-The runs are 8 frameworks × 5 networks × 5 batches × 5 repeats, each with the params, tags and metrics of a real run, put into a new
-local SQLite store (which takes a minute and is not counted). Bound: 20 s for 1,000 runs, the start of the command included; exit code 1
-when it is broken. CPU time: of the command.
+The runs are 8 frameworks × 5 networks × 5 batches × 5 repeats, then once more × 25 batches (every run a cell of its own), each with the
+params, tags and metrics of a real run, put into a new local SQLite store (which takes a minute and is not counted). Bound: 20 s for
+1,000 runs, the start of the command included; exit code 1 when it is broken. CPU time: of the command.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ COMMON = {
 }  # fmt: skip
 
 
-def fill(tracker: Tracker, number: int) -> None:
+def fill(tracker: Tracker, number: int, repeats: int) -> None:
     """Put the runs into the store, each by one call of MLflow's."""
     from mlflow.entities import Metric, Param, RunStatus, RunTag
 
     draw = np.random.default_rng(0)
-    choices = itertools.product(range(1, 6), NETWORKS, (16, 32, 64, 128, 256), FRAMEWORKS)
+    choices = itertools.product(range(1, repeats + 1), NETWORKS, range(16, 16 * (25 // repeats + 1), 16), FRAMEWORKS)
     now = int(time.time() * 1000)
     for index, (repeat, network, batch, framework) in enumerate(itertools.islice(choices, number)):
         params = {**COMMON, "framework": framework, "network": network, "repeat": str(repeat)}
@@ -59,21 +59,28 @@ def fill(tracker: Tracker, number: int) -> None:
         tracker.client.set_terminated(run.info.run_id, RunStatus.to_string(RunStatus.FINISHED))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=1000, help="default: %(default)s, which is also the most")
-    number = parser.parse_args().runs
+def measure(number: int, repeats: int) -> bool:
+    """Whether the report of the runs stays within the bound; says what it took."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         tracker = Tracker(f"sqlite:///{folder}/mlflow.db", None, folder)
         tracker.preflight()
-        fill(tracker, number)
+        fill(tracker, number, repeats)
         command = [sys.executable, "-c", "import sys; from crosstrain import cli; sys.exit(cli.main())", "report", "big"]
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([*command, "--uri", tracker.uri, "--to", "report"], cwd=folder, check=True, env={**os.environ, "MPLBACKEND": "agg"})
-        seconds, cpu = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(f"report of {number} runs: {seconds:.1f} s, {cpu.ru_utime + cpu.ru_stime:.1f} s of CPU time (at most {BOUND_S:g} s)")
-    return int(seconds > BOUND_S)
+        seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    print(f"report of {number} runs, {repeats} a cell: {seconds:.1f} s, {cpu:.1f} s of CPU time (at most {BOUND_S:g} s)")
+    return seconds <= BOUND_S
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=1000, help="default: %(default)s, which is also the most")
+    number = parser.parse_args().runs
+    kept = [measure(number, repeats) for repeats in (5, 1)]
+    return int(not all(kept))
 
 
 if __name__ == "__main__":

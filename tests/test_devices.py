@@ -751,6 +751,13 @@ def test_throttling(replayed):
     assert sampler.throttled_pct(1005, 1008) == 0
 
 
+def test_the_mean_clock_is_of_the_window(replayed):
+    key = next(key for key in SAMPLING["answers"] if "nvmlDeviceGetClockInfo" in key)
+    sampler, _, _ = replayed({key: [1980, 1980, 1900, 1800, 1700, *[1980] * 28]})
+    assert sampler.sm_clock_mhz(1001, 1002) == 1800
+    assert sampler.sm_clock_mhz(1001.1, 1001.2) is None
+
+
 def test_what_the_device_does_not_tell_is_absent(replayed):
     """As on a MIG device: no utilisation, power, energy, clocks."""
     told = ("nvmlDeviceGetHandleByUUID", "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetComputeRunningProcesses")
@@ -759,6 +766,7 @@ def test_what_the_device_does_not_tell_is_absent(replayed):
     gpu_keys = {key for key in sampler.series() if "gpu" in key}
     assert gpu_keys == {"system/gpu_1_memory_usage_megabytes", "system/gpu_1_memory_usage_percentage"}
     assert sampler.energy_j(1000, 1012) is None and sampler.throttled_pct() is None
+    assert sampler.sm_clock_mhz(1000, 1012) is None
     assert sampler.device_memory_delta_mb > 1000
 
 

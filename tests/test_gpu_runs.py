@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -63,8 +64,11 @@ def test_a_clock_that_is_held_down_is_said(h200: None, reasons: int, train: Trai
     (run,) = result.runs
     named = {0: "", 0x4: "(power cap)", 0x44: "(power cap, hardware thermal)"}[reasons]
     says = f"the GPU's clock was held down 100 % of the time {named}" if reasons else ""
-    assert run.data.tags.get("outcome_reason", "").endswith(says)
-    assert ("held down" in run.data.tags.get("outcome_reason", "")) == bool(reasons)
+    reason = run.data.tags.get("outcome_reason", "")
+    mean = re.search(r", ([0-9]+) MHz on average$", reason)
+    assert says in reason and bool(mean) == bool(reasons)
+    assert mean is None or int(mean[1]) == round(run.data.metrics["sm_clock_mhz"])
+    assert ("held down" in reason) == bool(reasons)
     assert run.data.metrics["throttled_pct"] == (100 if reasons else 0)
 
 

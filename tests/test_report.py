@@ -273,7 +273,7 @@ def test_runs_of_others_are_no_cells(shared: Shared) -> None:
     other = TrackedRun("1", "theirs", "FINISHED", 1, 2, {}, {"outcome": "ok", "sweep": sweep}, {"step_ms": 1.0})
     runs = [*tracker.runs_of_sweep(sweep), other]
     report = build.of_runs("s", runs, tracker)
-    assert report.facts[0] == "1 runs of 1 cells, 0 of them not ok" and len(report.tables[0].rows) == 1
+    assert report.facts[0] == "1 runs of 1 cells: 1 ok" and len(report.tables[0].rows) == 1
 
 
 def test_a_figure_says_what_it_has_no_room_for() -> None:

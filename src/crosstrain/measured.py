@@ -202,6 +202,7 @@ def _device(sampler: SystemSampler, start: float, end: float, device: str) -> di
     """What the device did meanwhile. device_memory_mb: the rise on the GPU; on the CPU the workers' resident memory at its peak."""
     found = {
         "throttled_pct": sampler.throttled_pct(start, end),
+        "sm_clock_mhz": sampler.sm_clock_mhz(start, end),
         "device_memory_mb": sampler.device_memory_delta_mb if device == "gpu" else sampler.peak_memory_mb,
     }
     return {key: value for key, value in found.items() if value is not None and math.isfinite(value)}
@@ -215,13 +216,16 @@ def energy_per_sample(sampler: SystemSampler, rows: np.ndarray, offset: float, b
 
 
 def throttled(sampler: SystemSampler, start: float, end: float) -> list[str]:
-    """In words: for how much of the window a GPU's clock was held down, and why; [] up to THROTTLED_PCT, and where it is not known."""
+    """In words: for how much of the window a GPU's clock was held down, why, and the mean clock; [] up to THROTTLED_PCT, and where it is
+    not known."""
     percent = sampler.throttled_pct(start, end)
     if percent is None or percent <= THROTTLED_PCT:
         return []
     reasons = sampler.throttle_reasons(start, end)
     named = ", ".join(sorted(reasons, key=lambda name: -reasons[name]))
-    return [f"the GPU's clock was held down {percent:.0f} % of the time ({named})"]
+    clock = sampler.sm_clock_mhz(start, end)
+    mean = "" if clock is None else f", {clock:.0f} MHz on average"
+    return [f"the GPU's clock was held down {percent:.0f} % of the time ({named}){mean}"]
 
 
 def judge(

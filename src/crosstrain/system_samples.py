@@ -243,6 +243,12 @@ class SystemSampler:
         """Percent of the samples in the window in which the SM clock of any leased GPU was held down; None if unknown."""
         return self._share(0, start, end)
 
+    def sm_clock_mhz(self, start: float, end: float) -> float | None:
+        """Mean of the samples in the window of all leased GPUs' SM clocks, in MHz; None if unknown."""
+        clocks = [self._known(gpu.clock_key) for gpu in self._gpus]
+        values = [value for times, known in clocks for at, value in zip(times, known, strict=True) if start <= at <= end]
+        return sum(values) / len(values) if values else None
+
     def throttle_reasons(self, start: float = -math.inf, end: float = math.inf) -> dict[str, float]:
         """Reason -> percent of the samples in the window, the reasons that occurred only."""
         shares = {name: self._share(bit, start, end) for bit, name in _THROTTLED.items()}
@@ -302,6 +308,7 @@ class _GpuSampler:
         self._prefix = f"system/gpu_{gpu.label}"
         self.memory_key = f"{self._prefix}_memory_usage_megabytes"
         self.energy_key = f"_gpu_{gpu.label}_energy_j"
+        self.clock_key = f"{self._prefix}_sm_clock_megahertz"
         self.reasons_key = f"_gpu_{gpu.label}_clock_reasons"
         # In a container NVML may give the host's pids: they mean something only once one of ours is among them.
         self._pids_are_known = os.readlink("/proc/self/ns/pid") == _INITIAL_PID_NAMESPACE
@@ -323,7 +330,7 @@ class _GpuSampler:
         if (milliwatts := self._ask("nvmlDeviceGetPowerUsage")) is not None:
             row[f"{self._prefix}_power_usage_watts"] = milliwatts / 1000
         if (clock := self._ask("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM)) is not None:
-            row[f"{self._prefix}_sm_clock_megahertz"] = clock
+            row[self.clock_key] = clock
         if (celsius := self._ask("nvmlDeviceGetTemperature", self._nvml.NVML_TEMPERATURE_GPU)) is not None:
             row[f"{self._prefix}_temperature_celsius"] = celsius
         if (reasons := self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")) is not None:

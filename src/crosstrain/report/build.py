@@ -6,6 +6,7 @@ import base64
 import html
 import itertools
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,16 +63,16 @@ def of_runs(title: str, runs: Sequence[TrackedRun], tracker: Tracker | None) -> 
 
 
 def _facts(runs: Sequence[TrackedRun], cells: Sequence[Cell], studies: Sequence[str]) -> list[str]:
-    """What holds for all of it: machine, versions, commit, how many are not ok."""
+    """What holds for all of it: machine, versions, commit, how the cells ended."""
     ours = measured(runs)
 
     def known(key: str, tags: bool = False) -> str:
         return ", ".join(sorted({value for run in ours if (value := (run.tags if tags else run.params).get(key))}))
 
     frameworks = sorted({f"{c.facts['framework']} {c.facts['framework_version']}" for c in cells if c.facts["framework_version"]})
-    not_ok = [cell for cell in cells if cell.outcome != "ok"]
+    ended = Counter(cell.outcome for cell in cells).most_common()
     lines = [
-        f"{len(ours)} runs of {len(cells)} cells, {len(not_ok)} of them not ok",
+        f"{len(ours)} runs of {len(cells)} cells: {', '.join(f'{number} {outcome}' for outcome, number in ended)}",
         f"device: {known('device_name') or 'not known'}; host: {known('host', tags=True) or 'not known'}",
         f"frameworks: {', '.join(frameworks) or 'not known'}",
         f"sweep: {known('sweep', tags=True)}; crosstrain commit: {known('crosstrain_commit', tags=True) or 'not known'}",

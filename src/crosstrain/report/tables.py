@@ -63,6 +63,7 @@ MEASURES = (
     Measure("energy_j_per_sample", "energy, J/sample", None),
     Measure("utilization_pct", "of the measured matrix rate (crosstrain doctor), %", None),
     Measure("throttled_pct", "the GPU's clock held down, % of the time", None),
+    Measure("sm_clock_mhz", "the GPU's clock (SM), MHz", None),
 )
 
 
