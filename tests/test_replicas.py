@@ -369,26 +369,29 @@ def test_a_killed_rank_ends_the_run_at_once(start_train, tmp_path: Path, framewo
 
 @pytest.mark.long
 def test_two_runs_at_once_need_no_port(tmp_path: Path, framework_python: Callable[[str], Path]) -> None:
-    """CASES 6. Two caches, so that the runs do not wait for each other's CPUs."""
-    python = framework_python("torch")
+    """CASES 6. Two caches, so that the runs do not wait for each other's CPUs; the first runs on until the second has ended."""
+    command = [sys.executable, str(TRAIN), "framework=torch", f"framework.python={framework_python('torch')}", "network=lenet",
+               "data=synthetic", *QUICK, *TWO]  # fmt: skip
+
+    def started(name: str, *overrides: str) -> subprocess.Popen[bytes]:
+        folder = tmp_path / name
+        folder.mkdir()
+        with open(folder / "out", "w") as out:
+            environment = {**os.environ, "CROSSTRAIN_CACHE": str(folder / "cache")}
+            return subprocess.Popen([*command, *overrides], cwd=folder, env=environment, stdout=out, stderr=out)
+
     with socket.socket() as taken, contextlib.ExitStack() as stack:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with contextlib.suppress(OSError):  # taken by someone else is as good
             taken.bind(("", 29500))
             taken.listen()
-        drivers, folders = [], []
-        for number in (1, 2):
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            folders.append(folder)
-            out = stack.enter_context(open(folder / "out", "w"))
-            command = [sys.executable, str(TRAIN), "framework=torch", f"framework.python={python}", "network=lenet", "data=synthetic",
-                       "measure=smoke", "measure.iterations=40", "measure.warmup=2", "measure.block_s=0.05", *TWO]  # fmt: skip
-            environment = {**os.environ, "CROSSTRAIN_CACHE": str(folder / "cache")}
-            drivers.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out))
-        codes = [driver.wait(180) for driver in drivers]
-    rows = [Result(code, (folder / "out").read_text(), "", folder).only for code, folder in zip(codes, folders, strict=True)]
-    assert [row["outcome"] in PUBLISHED for row in rows] == [True, True], rows
-    begins = [json.loads((Path(row["folder"]) / "events.0.jsonl").read_text().splitlines()[0])["t"] for row in rows]
-    ends = [json.loads((Path(row["folder"]) / "events.0.jsonl").read_text().splitlines()[-1])["t"] for row in rows]
-    assert max(begins) < min(ends)  # they really ran at the same time
+        first = started("first", "measure.iterations=1000000")
+        stack.callback(first.kill)
+        wait_for(lambda: run_folder_in_phase(tmp_path / "first", "iteration"), what="the first run's iterations")
+        second = started("second")
+        stack.callback(second.kill)
+        result = Result(second.wait(180), (tmp_path / "second" / "out").read_text(), "", tmp_path / "second")
+        assert result.only["outcome"] in PUBLISHED, str(result)
+        assert first.poll() is None, (tmp_path / "first" / "out").read_text()
+        first.send_signal(signal.SIGINT)
+        assert first.wait(60) == 130
