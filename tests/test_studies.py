@@ -117,6 +117,7 @@ def test_a_study_of_times_runs_and_stands_beside_the_published_numbers(train: Tr
     assert beside["autoencoder_small", "gradient", "64", "theano"] == ["", "not run here", "0.4 (Tesla M40, cuDNN 4)"]
 
 
+@pytest.mark.long
 def test_a_study_of_convergence_trains_on_substitutes_and_says_so(train: Train, tmp_path: Path) -> None:
     if not Path("/usr/share/datasets/fashion-mnist").exists():
         needs("apt", "apt-get install dataset-fashion-mnist")
