@@ -121,7 +121,8 @@ def test_threads_are_swept_and_more_than_there_are_is_unsupported(train: Train, 
     assert f"asked for {cpus + 1} threads; this machine has {cpus} logical CPUs" in second["message"]
 
 
-@pytest.mark.parametrize("framework", ["torch", pytest.param("mxnet", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("framework", ["torch", "mxnet"])
 def test_tasks(train: Train, framework_python, framework: str) -> None:  # type: ignore[no-untyped-def]
     """gradient leaves out the update, forward the backward pass, too; training FLOPs are known for each."""
     framework_python(framework)

@@ -48,7 +48,8 @@ def own(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("framework", ["torch", pytest.param("mxnet", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("framework", ["torch", "mxnet"])
 def test_one_s_own_large_network_is_proven_and_runs_say_so(
     train: Train, tmp_path: Path, own: Path, framework_python, framework: str
 ) -> None:  # type: ignore[no-untyped-def]
