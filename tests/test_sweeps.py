@@ -208,6 +208,7 @@ def test_one_bad_run_makes_the_exit_code_1(train: Train) -> None:
 # -- skip_finished ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_skip_finished_runs_only_what_has_no_ok_run(train: Train) -> None:
     sweep = ["-m", *FAKE, "skip_finished=true"]
     first = train(*sweep, "seed=1,2")
