@@ -12,12 +12,12 @@ from crosstrain.statistics import achieved, clock_sanity, compare, readback_sani
 from crosstrain_worker import loop
 from crosstrain_worker.record import BLOCK, FIRST_STEP, ITERATION, TRAIN
 from crosstrain_worker.steady import find_steady, median_interval
+from test_steady import SMOKE
 
 SCHEMA = {
     "step_ms", "step_ms_low", "step_ms_high", "samples_per_s", "samples_per_s_total", "step_sync_ms", "step_ms_p5",
     "step_ms_p95", "step_ms_p99", "step_ms_max", "outliers", "sync_ratio", "data_wait_pct",
 }  # fmt: skip
-SMOKE = {"min_s": 0.0, "max_s": 10.0, "window": 20, "min_iterations": 20, "interval_required": False, "ci_target": 0.01}
 
 
 def rows_of(phase: int, durations, size: int = 1, wait: float = 0.0, begin: float = 0.0, gap: float = 0.0) -> np.ndarray:
